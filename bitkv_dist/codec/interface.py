@@ -1,0 +1,70 @@
+"""What every codec offers: whole pages in, fixed-size byte records out, and attention that reads the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from bitkv_dist.config import CacheConfig
+from bitkv_dist.partial import Partial
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The attention heads that a rank serves: global index of its first KV head, KV heads, head dim, layers and the model's dtype."""
+
+    layers: int
+    first_kv_head: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+
+@dataclass
+class ReadCount:
+    """What decode read from sealed pages: bits, elements (keys and values), and (token, KV head) pairs scanned and refined."""
+
+    bits: int = 0
+    elements: int = 0
+    scanned: int = 0
+    refined: int = 0
+
+    def add(self, other: ReadCount) -> None:
+        self.bits += other.bits
+        self.elements += other.elements
+        self.scanned += other.scanned
+        self.refined += other.refined
+
+
+class Codec(Protocol):
+    """Pages of P tokens become records of `record_bytes` bytes per KV head; bytes are a function of the page's tokens alone."""
+
+    record_bytes: int
+
+    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
+
+    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 [..., HK, record_bytes] -> k, v fp32 [..., HK, P, D]: what the stored bits stand for."""
+
+    def prepare(self, layer: int, q: torch.Tensor) -> Any:
+        """Queries fp32 [HK, Q, G, D], multiplied by softmax scale * log2 e, in the form that `attend` takes; done once per layer and step."""
+
+    def attend(self, layer: int, query: Any, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+        """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
+        m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space."""
+
+    def finish(self, layer: int, partial: Partial) -> Partial:
+        """A merged partial [HK, Q, G] from the codec's space to the model's."""
+
+
+def make_codec(config: CacheConfig, heads: HeadShape) -> Codec:
+    """The codec that `config.codec` names."""
+    from bitkv_dist.codec.exact import ExactCodec
+    from bitkv_dist.codec.minmax import MinMaxCodec
+    from bitkv_dist.codec.planes import PlanesCodec
+
+    return {"planes": PlanesCodec, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads)

@@ -1,0 +1,113 @@
+"""The default codec: randomised Hadamard rotation, page centroid, mid-rise codes as bit planes with the sign plane first.
+
+Scan one bit, refine where it matters: the scanned planes of a page are interleaved for a sequential read, the remaining bits of each
+code are stored token by token, because refinement picks single tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bitkv_dist.codec.interface import HeadShape, ReadCount
+from bitkv_dist.codec.record import RecordLayout
+from bitkv_dist.config import CacheConfig
+from bitkv_dist.kernels import reference
+from bitkv_dist.partial import Partial
+from bitkv_dist.rotation import layer_signs
+
+# Energy that the top S planes of a B-bit code lose, r^2 / (D a_S^2), on normal data; measured by benchmarks/code_noise.py. S = 1 is pi / 2 - 1.
+NOISE = {
+    (1, 1): 0.5708, (1, 2): 0.5708, (1, 3): 0.5708, (1, 4): 0.5708, (1, 8): 0.5708,
+    (2, 2): 0.117, (2, 3): 0.117, (2, 4): 0.117, (2, 8): 0.117,
+    (3, 3): 0.100, (3, 4): 0.100, (3, 8): 0.100,
+    (4, 4): 0.090, (4, 8): 0.090,
+    (8, 8): 0.0833,
+}  # fmt: skip
+
+
+class PlanesCodec:
+    """Bit-plane pages of one rank's KV heads; see interface.Codec."""
+
+    def __init__(self, config: CacheConfig, heads: HeadShape) -> None:
+        reference.split_dim(heads.head_dim)
+        self.config, self.heads = config, heads
+        self.key_low = config.key_bits - config.key_scan_bits
+        self.value_low = config.value_bits - config.value_scan_bits
+        self.layout = page_layout(config, heads.head_dim)
+        self.record_bytes = self.layout.bytes
+        self.signs = {
+            side: [layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for layer in range(heads.layers)]
+            for side in "KV"
+        }
+        self.noise = NOISE if config.correction else dict.fromkeys(NOISE, 0.0)
+        rule = config.refine
+        self.selection = reference.Selection(rule.value, rule.min_tokens, rule.granularity == "group") if config.refines else None
+
+    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
+        for side, x in (("K", k), ("V", v)):
+            bits, scan_bits = self.depth(side)
+            # Values always take the least-squares scale: it is their sum that counts, not their rank.
+            unbiased = side == "K" and self.config.score == "unbiased"
+            plane = reference.encode(x.float(), self.signs[side][layer], bits, scan_bits, side, unbiased)
+            self.store(records, side, plane)
+        return records
+
+    def depth(self, side: str) -> tuple[int, int]:
+        """(stored bits, scanned bits) of keys (side K) or values (side V)."""
+        if side == "K":
+            return self.config.key_bits, self.config.key_scan_bits
+        return self.config.value_bits, self.config.value_scan_bits
+
+    def store(self, records: torch.Tensor, side: str, plane: reference.Plane) -> None:
+        bits, scan_bits = self.depth(side)
+        arrays = {"planes": plane.planes, "scan": plane.scan, "centroid": plane.centroid}
+        if scan_bits < bits:
+            arrays |= {"low": plane.low, "full": plane.full}
+        self.layout.write(records, **{side + name: array for name, array in arrays.items()})
+
+    def load(self, records: torch.Tensor, side: str) -> reference.Plane:
+        """Views into records [..., record_bytes]."""
+        bits, scan_bits = self.depth(side)
+        planes, scan, centroid = (self.layout.view(records, side + name) for name in ("planes", "scan", "centroid"))
+        if scan_bits == bits:
+            return reference.Plane(planes, records[..., None, :0], scan, scan, centroid)
+        return reference.Plane(planes, self.layout.view(records, side + "low"), scan, self.layout.view(records, side + "full"), centroid)
+
+    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (reference.decode(self.load(records, side), self.signs[side][layer], *self.depth(side), side) for side in "KV")
+        return k, v
+
+    def prepare(self, layer: int, q: torch.Tensor) -> reference.Query:
+        return reference.quantize_query(q, self.signs["K"][layer])
+
+    def attend(self, layer: int, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+        keys, values = self.load(records, "K"), self.load(records, "V")
+        found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, self.selection)
+        return Partial(found.m, found.l, found.o), self.count_reads(page_valid, found.refined)
+
+    def finish(self, layer: int, partial: Partial) -> Partial:
+        return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][layer][:, None, None, :]))
+
+    def count_reads(self, page_valid: torch.Tensor, refined: torch.Tensor | None) -> ReadCount:
+        """Planes, scan scales and centroids of every sealed token; low bits and full scales of the refined ones, once per KV head."""
+        fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
+        scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
+        queries = 1 if refined is None else refined.shape[2]
+        pages = int(page_valid.sum()) * self.heads.kv_heads * queries
+        count = ReadCount(pages * scan_bytes * 8, pages * tokens * dim * 2, pages * tokens)
+        if refined is not None:
+            count.refined = int(refined.any(dim=3).sum())
+            count.bits += count.refined * sum(low * dim + 16 for low in (self.key_low, self.value_low) if low)
+        return count
+
+
+def page_layout(config: CacheConfig, dim: int) -> RecordLayout:
+    """The record of one page of one KV head: scanned planes, scales, low bits, centroids; keys before values."""
+    tokens = config.page_tokens
+    parts = {"K": (config.key_bits, config.key_scan_bits, (dim // 4, tokens // 8)), "V": (config.value_bits, config.value_scan_bits, (tokens // 4, dim // 8))}
+    planes = [(side + "planes", torch.int32, (scan, *words)) for side, (_, scan, words) in parts.items()]
+    scales = [(side + "scan", torch.float16, (tokens,)) for side in parts]
+    fulls = [(side + "full", torch.float16, (tokens,)) for side, (bits, scan, _) in parts.items() if scan < bits]
+    lows = [(side + "low", torch.uint8, (tokens, (bits - scan) * dim // 8)) for side, (bits, scan, _) in parts.items() if scan < bits]
+    return RecordLayout(*planes, *scales, *fulls, *lows, *((side + "centroid", torch.float16, (dim,)) for side in parts))

@@ -1,0 +1,288 @@
+"""What a run is told: small frozen dataclasses, read from a YAML preset and overridden field by field.
+
+Nothing is guessed and nothing is ignored: an unknown section or key, a value of the wrong type and a combination that no
+code serves are each a one-line `ValueError` that names the field, the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from bitkv_dist.preset import read_preset
+from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, refuse, resolve, shown
+
+GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
+LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
+DEFAULT_PRESET = "4bit"
+
+STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
+DTYPES = ("float32", "bfloat16", "float16")
+_CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels")
+
+
+@dataclass(frozen=True)
+class RefineConfig:
+    """Which sealed tokens are read again with all their planes."""
+
+    SECTION: ClassVar[str] = "cache.refine"
+
+    rule: str = "fraction"  # fraction: fixed share of the sealed tokens | mass: smallest set that reaches the weight
+    value: float = 0.05
+    scope: str = "granule"  # granule: chosen inside each 512 tokens | global: among all sealed tokens
+    granularity: str = "group"  # group: one set per GQA group | head: one per query head
+    min_tokens: int = 1  # at least so many, per granule (or per sequence with scope global)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        one_of(self, "rule", ("fraction", "mass"))
+        one_of(self, "scope", ("granule", "global"))
+        one_of(self, "granularity", ("group", "head"))
+        between(self, "value", 0, 1)
+        between(self, "min_tokens", 0, GRANULE_TOKENS)
+        if self.rule == "mass" and self.value == 0:
+            refuse(self, "value", "a mass of 0 selects nothing", "give the weight to cover, such as 0.95")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How keys and values are kept: the codec, its depth, and which tokens stay exact."""
+
+    SECTION: ClassVar[str] = "cache"
+
+    codec: str = "planes"  # planes | minmax | exact
+    key_bits: int = 4
+    value_bits: int = 4
+    scan_bits: int | None = None  # planes read for every token; None = all of them, so nothing is refined
+    refine: RefineConfig | None = None  # filled in with its defaults when planes are left to refine
+    score: str = "mse"  # scale of the scanned code: mse | unbiased | fitted
+    correction: bool = True  # log-normal correction of the scores of sealed tokens
+    key_group_tokens: int | None = None  # minmax: tokens per scale of a key channel (64)
+    value_group_channels: int | None = None  # minmax: channels per scale of a value (32)
+    page_tokens: int = 128
+    sink_tokens: int = 128  # rounded up to whole pages: see sink_rounded
+    recent_tokens: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        one_of(self, "codec", STORED_BITS)
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in STORED_BITS[self.codec]:
+                rule = f"codec {self.codec} stores {listed(STORED_BITS[self.codec])}"
+                refuse(self, name, rule, "take one of these or another codec")
+        one_of(self, "score", ("mse", "unbiased", "fitted"))
+        one_of(self, "page_tokens", (64, 128))
+        between(self, "sink_tokens", 0, None)
+        between(self, "recent_tokens", 0, None)
+        between(self, "seed", 0, 2**64 - 1)
+        if self.codec != "planes":
+            self._only_for("planes", ("scan_bits", "refine", "score", "correction"))
+        if self.codec != "minmax":
+            self._only_for("minmax", ("key_group_tokens", "value_group_channels"))
+        if self.codec == "planes":
+            self._check_scan()
+        if self.codec == "minmax":
+            self._check_groups()
+
+    def _only_for(self, codec: str, names: Iterable[str]) -> None:
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                refuse(self, name, f"only codec {codec} reads it", f"leave it out or set codec: {codec}")
+
+    def _check_scan(self) -> None:
+        deepest = max(self.key_bits, self.value_bits)
+        if self.scan_bits is not None:
+            between(self, "scan_bits", 1, deepest)
+        if self.refines:
+            resolve(self, "refine", self.refine or RefineConfig())
+        elif self.refine is not None:
+            refuse(self, "refine", "all planes are scanned, nothing is left to refine", f"set scan_bits below {deepest}")
+
+    def _check_groups(self) -> None:
+        resolve(self, "key_group_tokens", 64 if self.key_group_tokens is None else self.key_group_tokens)
+        resolve(self, "value_group_channels", 32 if self.value_group_channels is None else self.value_group_channels)
+        one_of(self, "key_group_tokens", [n for n in (16, 32, 64, 128) if n <= self.page_tokens])
+        one_of(self, "value_group_channels", (8, 16, 32, 64, 128))
+
+    @property
+    def key_scan_bits(self) -> int:
+        """Planes of every sealed key that a decode step reads."""
+        return min(self.scan_bits or self.key_bits, self.key_bits)
+
+    @property
+    def value_scan_bits(self) -> int:
+        """Planes of every sealed value that a decode step reads."""
+        return min(self.scan_bits or self.value_bits, self.value_bits)
+
+    @property
+    def refines(self) -> bool:
+        """Whether keys or values have planes that the scan leaves out."""
+        return (self.key_scan_bits, self.value_scan_bits) != (self.key_bits, self.value_bits)
+
+    @property
+    def sink_rounded(self) -> int:
+        """Tokens at the start that are never sealed: `sink_tokens` in whole pages."""
+        return -(-self.sink_tokens // self.page_tokens) * self.page_tokens
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The grid of ranks, SP (outer) x TP (inner), and how long ranks wait for each other."""
+
+    SECTION: ClassVar[str] = "parallel"
+
+    tp: int = 1
+    sp: int | None = None  # None = world size / tp
+    device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
+    start_timeout_s: float = 600.0
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        between(self, "tp", 1, None)
+        if self.sp is not None:
+            between(self, "sp", 1, LANES)
+        one_of(self, "device", ("auto", "cpu", "cuda"))
+        for name in ("start_timeout_s", "step_timeout_s"):
+            if getattr(self, name) <= 0:
+                refuse(self, name, "must be above 0 seconds", "give the seconds to wait")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """The model, how a prompt is read into the cache, and how tokens are chosen and shown."""
+
+    SECTION: ClassVar[str] = "generate"
+
+    model: str = "smollm2-135m"  # built-in name, directory, .gguf file or hub id
+    dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
+    prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed
+    chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    warmup: bool = False
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0  # 1 = off
+    top_k: int = 0  # 0 = off
+    sampling_seed: int | None = None  # None = another one each run
+    stop: tuple[str, ...] = ()
+    chat: bool | None = None  # None = the model's chat template in interactive runs, plain continuation otherwise
+    stream: bool = True
+    digest: bool = False  # digest of the sealed bytes in the report
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.model:
+            refuse(self, "model", "must name a model", "give a built-in name, a directory, a .gguf file or a hub id")
+        if self.dtype is not None:
+            one_of(self, "dtype", DTYPES)
+        one_of(self, "prefill", ("exact", "packed"))
+        one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
+        between(self, "max_new_tokens", 0, None)
+        between(self, "temperature", 0, None)
+        between(self, "top_k", 0, None)
+        if not 0 < self.top_p <= 1:
+            refuse(self, "top_p", "must be above 0 and at most 1", "1 switches it off")
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            if self.temperature == 0 and getattr(self, name) != off:
+                refuse(self, name, "temperature 0 is greedy and reads no filter", f"set temperature above 0 or {name} {off:g}")
+        if self.sampling_seed is not None:
+            between(self, "sampling_seed", 0, 2**64 - 1)
+        if "" in self.stop:
+            refuse(self, "stop", "an empty stop string would stop at once", "leave it out")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one run is told."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+
+SECTIONS = {cls.SECTION: cls for cls in (CacheConfig, ParallelConfig, GenerateConfig)}
+
+
+def build(preset: str, overrides: dict[str, Any]) -> RunConfig:
+    """The configuration of a run: a preset (or YAML file), then `overrides` by dotted name, `{"cache.key_bits": 2}`.
+
+    `cache.kv_bits: B` is a shorthand that only overrides know: B bits for keys and values, all of them scanned; 16 means
+    the exact codec. An override that names another codec than the preset drops the preset's fields that only its own codec
+    reads, so `--codec minmax` works on every preset. Explicit overrides win over both.
+    """
+    tree = load_preset(preset)
+    overrides = _expand_kv_bits(overrides)
+    if "cache.codec" in overrides:
+        tree["cache"] = _for_codec(overrides["cache.codec"], tree["cache"])
+    for name, value in overrides.items():
+        _assign(tree, name, value)
+    return RunConfig(**{section: _construct(cls, section, tree[section]) for section, cls in SECTIONS.items()})
+
+
+def load_preset(name_or_path: str) -> dict[str, dict[str, Any]]:
+    """The sections of a preset (a name) or of a YAML file (a path), unchecked but for the names of the sections."""
+    tree = read_preset(name_or_path)
+    for section, values in tree.items():
+        if section not in SECTIONS:
+            raise ValueError(f"config {name_or_path!r}: unknown section {section!r}; {near_miss(section, SECTIONS)}")
+        if values is not None and not isinstance(values, dict):
+            raise ValueError(f"{section} {shown(values)}: must be a mapping of fields; write field: value lines")
+    return {section: tree.get(section) or {} for section in SECTIONS}
+
+
+def _expand_kv_bits(overrides: dict[str, Any]) -> dict[str, Any]:
+    if "cache.kv_bits" not in overrides:
+        return overrides
+    explicit = {name: value for name, value in overrides.items() if name != "cache.kv_bits"}
+    bits = overrides["cache.kv_bits"]
+    allowed = sorted({bits for codec in STORED_BITS.values() for bits in codec})
+    if type(bits) is not int or bits not in allowed:
+        raise ValueError(f"cache.kv_bits {bits!r}: must be one of {listed(allowed)}; 16 keeps the cache exact")
+    implied = {"cache.key_bits": bits, "cache.value_bits": bits, "cache.scan_bits": None, "cache.refine": None}
+    if bits == 16:
+        implied["cache.codec"] = "exact"
+    return implied | explicit
+
+
+def _for_codec(codec: str, cache: dict[str, Any]) -> dict[str, Any]:
+    preset_codec = cache.get("codec", CacheConfig.codec)
+    if codec == preset_codec:
+        return cache
+    kept = {name: value for name, value in cache.items() if name not in _CODEC_FIELDS}
+    if codec == "exact":
+        return kept | {"codec": codec, "key_bits": 16, "value_bits": 16}
+    if preset_codec == "exact":
+        kept = {name: value for name, value in kept.items() if name not in ("key_bits", "value_bits")}
+    return kept | {"codec": codec}
+
+
+def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    if not parents or parents[0] not in SECTIONS:
+        raise ValueError(f"override {dotted!r}: must be section.field; {near_miss(dotted.split('.')[0], SECTIONS)}")
+    for parent in parents:
+        if tree.get(parent) is None:
+            tree[parent] = {}
+        tree = tree[parent]
+        if not isinstance(tree, dict):
+            raise ValueError(f"override {dotted!r}: {parent} is not a section; {near_miss(parent, SECTIONS)}")
+    tree[leaf] = value
+
+
+def _construct(cls: type, section: str, values: dict[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    known = [entry.name for entry in fields(cls)]
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"{section}.{name} {shown(value)}: unknown key; {near_miss(name, known)}")
+        if get_origin(hints[name]) is tuple and isinstance(value, list):
+            value = tuple(value)
+        if RefineConfig in get_args(hints[name]) and isinstance(value, dict):
+            value = _construct(RefineConfig, RefineConfig.SECTION, value)
+        arguments[name] = value
+    return cls(**arguments)

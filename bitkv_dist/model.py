@@ -1,0 +1,267 @@
+"""Loads a Hugging Face model, shards its weights over tensor-parallel ranks and serves it layer by layer.
+
+What cannot be served correctly is refused by name in `check`, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from . import attention, checkpoint
+
+SERVED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+# These give a position the same angle whatever the length of the text; "dynamic" and "longrope" do not, and a key that is
+# sealed in the cache cannot be rotated again.
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_model_name_or_path", "dtype", "torch_dtype")
+_FINGERPRINT_BLOCKS, _FINGERPRINT_BLOCK = 32, 64
+
+
+@dataclass
+class ServedModel:
+    """A model in eval mode. Head counts are global; `local_*` and `first_kv_head` describe this rank's shard."""
+
+    name: str
+    config: PreTrainedConfig
+    module: PreTrainedModel
+    tokenizer: object | None
+    generation_config: GenerationConfig
+    dtype: torch.dtype
+    device: torch.device
+    fingerprint: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    local_heads: int
+    local_kv_heads: int
+    first_kv_head: int
+    max_positions: int
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [b, n] -> hidden [b, n, E]."""
+        return self.module.model.embed_tokens(ids)
+
+    @torch.no_grad()
+    def rotary(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_ids [b, n] -> (cos, sin), each [b, n, rotary dim], in hidden's dtype and on its device."""
+        return self.module.model.rotary_emb(hidden, position_ids)
+
+    @torch.no_grad()
+    def layer(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache,
+    ) -> torch.Tensor:
+        """One decoder layer: hidden [b, n, E] -> [b, n, E].
+
+        `cache.update(k, v, layer_idx)` gets k, v [b, HK_local, n, D] and returns its handle twice; the handle's
+        `attend(q [b, H_local, n, D], scaling=)` gives [b, n, H_local, D].
+        """
+        return self.module.model.layers[index](
+            hidden,
+            attention_mask=None,
+            position_ids=position_ids,
+            past_key_values=cache,
+            position_embeddings=position_embeddings,
+        )
+
+    @torch.no_grad()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head for these rows only: hidden [b, E] -> fp32 logits [b, vocabulary]."""
+        return self.module.lm_head(self.module.model.norm(hidden)).float()
+
+
+def check(source: str, tp: int = 1) -> PreTrainedConfig:
+    """The configuration of a model that can be served on `tp` tensor-parallel ranks; ValueError before weights load."""
+    model_type = checkpoint.read_model_type(source)
+    if model_type not in SERVED:
+        raise ValueError(f"model {source}: architecture {model_type} is not served; use one of {', '.join(SERVED)}")
+    config = checkpoint.read_config(source)
+    _check_features(source, config)
+    _check_tensor_parallel(source, config, tp)
+    return config
+
+
+def load(
+    source: str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    tp_mesh=None,
+    tp: int = 1,
+    tp_rank: int = 0,
+    progress: checkpoint.Progress | None = None,
+) -> ServedModel:
+    """Load `source` for this rank. dtype None: float32 on a CPU, bfloat16 elsewhere.
+
+    Weights stored in `dtype` stay memory-mapped on a CPU: the ranks of a host share one copy of them (shards of a
+    tensor-parallel run are copied, each rank its own).
+    """
+    check(source, tp)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}: must be float32, bfloat16 or float16")
+    place = checkpoint.localise(source, progress)
+    config = checkpoint.read_config(source)  # as written by the conversion, so that the first run equals all later ones
+    module = _read_weights(source, place, config, dtype)
+    fingerprint = fingerprint_of(module)
+    if tp > 1:
+        _shard(module, tp_mesh)
+    module.to(device)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return ServedModel(
+        name=source,
+        config=module.config,
+        module=module,
+        tokenizer=checkpoint.read_tokenizer(place),
+        generation_config=module.generation_config,
+        dtype=dtype,
+        device=device,
+        fingerprint=fingerprint,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim_of(config),
+        local_heads=heads // tp,
+        local_kv_heads=kv_heads // tp,
+        first_kv_head=tp_rank * (kv_heads // tp),
+        max_positions=max_positions_of(config),
+    )
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def max_positions_of(config: PreTrainedConfig) -> int:
+    """YaRN checkpoints often keep the length before scaling in max_position_embeddings."""
+    positions, rope = config.max_position_embeddings, config.rope_parameters
+    if rope["rope_type"] == "yarn" and rope.get("factor"):
+        return max(positions, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    return positions
+
+
+def fingerprint_of(module: PreTrainedModel) -> int:
+    """64 bits over the configuration and, for each parameter, name, shape and a few blocks of its values.
+
+    Reads a handful of pages per parameter, so memory-mapped weights stay on disk. Values are hashed as float32: a bfloat16
+    checkpoint has the same fingerprint whether it runs in bfloat16 or in float32.
+    """
+    config = {key: kept for key, kept in module.config.to_dict().items() if key not in _VOLATILE_CONFIG}
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(f"{name}{list(parameter.shape)}".encode())
+        flat = parameter.detach().reshape(-1)
+        last = max(0, flat.numel() - _FINGERPRINT_BLOCK)
+        for start in sorted({last * block // (_FINGERPRINT_BLOCKS - 1) for block in range(_FINGERPRINT_BLOCKS)}):
+            digest.update(flat[start : start + _FINGERPRINT_BLOCK].float().cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _check_features(source: str, config: PreTrainedConfig) -> None:
+    def refuse(feature: str, remedy: str) -> None:
+        raise ValueError(f"model {source}: {feature} is not served; {remedy}")
+
+    architectures = config.architectures or [SERVED[config.model_type]]
+    if architectures != [SERVED[config.model_type]]:
+        refuse(f"architecture {', '.join(architectures)}", f"use a {SERVED[config.model_type]}")
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("an encoder-decoder", "use a decoder-only model")
+    if getattr(config, "quantization_config", None) is not None:
+        refuse("a quantized checkpoint", "use the unquantized weights or a .gguf file")
+    if (window := _sliding_window(config)) is not None:
+        refuse(f"sliding_window {window}", "use a model with full attention in every layer")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in STATIC_ROPE:
+        refuse(f"rope_type {rope_type}", f"its angles change with the length; use one of {', '.join(STATIC_ROPE)}")
+    for softcap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, softcap, None) is not None:
+            refuse(f"{softcap} {getattr(config, softcap)}", "use a model without it")
+    head_dim = head_dim_of(config)
+    odd_part = head_dim // (head_dim & -head_dim)
+    if head_dim % 8 or odd_part not in (1, 3, 5, 7):
+        refuse(f"head_dim {head_dim}", "it must be a multiple of 8 and a power of two times 1, 3, 5 or 7")
+    if config.num_attention_heads % config.num_key_value_heads:
+        refuse(
+            f"num_attention_heads {config.num_attention_heads} with num_key_value_heads {config.num_key_value_heads}",
+            "the second must divide the first",
+        )
+
+
+def _sliding_window(config: PreTrainedConfig) -> int | None:
+    """The window, if it ever hides a token. Phi3 and Mistral use it in every layer, Qwen in those that say so."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= max_positions_of(config):
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    return window if layer_types is None or "sliding_attention" in layer_types else None
+
+
+def _check_tensor_parallel(source: str, config: PreTrainedConfig, tp: int) -> None:
+    if tp == 1:
+        return
+    if config.model_type == "phi3":
+        raise ValueError(f"tp {tp}: transformers' plan for phi3 repeats attention on every rank; use tp 1 and sp {tp}")
+    shared = gcd(config.num_key_value_heads, config.intermediate_size)
+    if tp < 1 or shared % tp:
+        valid = [n for n in range(1, shared + 1) if shared % n == 0]
+        nearest = min(valid, key=lambda n: (abs(n - tp), n))
+        raise ValueError(
+            f"tp {tp}: must divide the {config.num_key_value_heads} KV heads and the MLP width "
+            f"{config.intermediate_size} of {source}; the nearest that does is {nearest}"
+        )
+
+
+def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """from_pretrained maps weights that already have `dtype` (measured: nothing private) and copies only converted ones."""
+    attention.register()
+    if hasattr(config, "sliding_window"):
+        config.sliding_window = None  # `check` let it pass, so it hides nothing; attention refuses to see one
+    try:
+        with checkpoint.silent_bars():
+            module, loaded = AutoModelForCausalLM.from_pretrained(
+                place, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
+            )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model {source}: its weights cannot be read ({str(error).splitlines()[0]})") from error
+    # transformers fills what is missing with random numbers and drops what it does not know, both with a mere warning.
+    stray = [name for name in loaded["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]
+    for complaint, names in (
+        ("missing", loaded["missing_keys"]),
+        ("of the wrong shape", loaded["mismatched_keys"]),
+        ("not part of the model", stray),
+    ):
+        if names:
+            raise ValueError(f"model {source}: {len(names)} weights are {complaint} (the first: {min(names)})")
+    return module.eval()
+
+
+def _shard(module: PreTrainedModel, tp_mesh) -> None:
+    """Replace each weight by this rank's part of it, as transformers' plan for the architecture says."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = module._expand_parallel_plan(module.tp_plan)
+    if module.config.tie_word_embeddings:
+        # The plan keeps the embedding whole; a head that is the same tensor stays whole with it.
+        plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
+    apply_tensor_parallelism(module, tp_mesh, plan)

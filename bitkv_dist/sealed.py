@@ -1,0 +1,56 @@
+"""Sealed pages of one sequence and layer on one rank: whole granules in slabs that are never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+GROWTH_GRANULES = 16
+
+
+class SealedStore:
+    """Records uint8 [granules, pages, HK, record_bytes] of the granules that this rank owns, in ascending order.
+
+    A slab is allocated once for what `reserve` announces; growth beyond it adds slabs, it never moves one.
+    """
+
+    def __init__(self, pages_per_granule: int, kv_heads: int, record_bytes: int, device: torch.device) -> None:
+        self.granule_shape = (pages_per_granule, kv_heads, record_bytes)
+        self.device = device
+        self.slabs: list[torch.Tensor] = []
+        self.granules: list[int] = []  # global indices, one per slot in use
+        self.capacity = 0
+
+    def reserve(self, granules: int) -> None:
+        """Room for `granules` owned granules in all."""
+        if granules > self.capacity:
+            self.slabs.append(torch.zeros(granules - self.capacity, *self.granule_shape, dtype=torch.uint8, device=self.device))
+            self.capacity = granules
+
+    def page(self, granule: int, page: int) -> torch.Tensor:
+        """The record view [HK, record_bytes] of a page of global granule `granule`; opens the granule when it is the next one."""
+        if not self.granules or self.granules[-1] < granule:
+            if len(self.granules) == self.capacity:
+                self.reserve(self.capacity + GROWTH_GRANULES)
+            self.granules.append(granule)
+        slot = self.granules.index(granule) if self.granules[-1] != granule else len(self.granules) - 1
+        for slab in self.slabs:
+            if slot < len(slab):
+                return slab[slot, page]
+            slot -= len(slab)
+        raise IndexError(granule)
+
+    def blocks(self, most: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order."""
+        first = 0
+        for slab in self.slabs:
+            used = min(len(slab), len(self.granules) - first)
+            for start in range(0, used, most):
+                stop = min(start + most, used)
+                yield slab[start:stop], self.granules[first + start : first + stop]
+            first += len(slab)
+
+    @property
+    def bytes(self) -> int:
+        return sum(slab.untyped_storage().nbytes() for slab in self.slabs)
