@@ -67,6 +67,10 @@ class PackedCache:
         for layer in self.layers:
             layer.states[sequence].sealed.reserve(owned)
 
+    def count_exact(self, rows: torch.Tensor) -> None:
+        """Note that a decode step read the exact rows [2, HK, count, D]."""
+        self.exact_reads.add(ReadCount(rows.numel() * rows.element_size() * 8, rows.numel()))
+
     def first_nonfinite_layer(self) -> int | None:
         bad = (~self.finite).nonzero().flatten().tolist()
         return bad[0] if bad else None

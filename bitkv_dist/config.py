@@ -15,7 +15,6 @@ from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, re
 
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
-DEFAULT_PRESET = "4bit"
 
 STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
 DTYPES = ("float32", "bfloat16", "float16")

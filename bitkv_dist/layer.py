@@ -158,13 +158,17 @@ class PackedLayer:
         if self.cache.step.round:
             sequence, start, tokens = self.cache.step.round[self.cache.shard.rank]
             prompt = self.states[sequence].prompt[:, :, : start + tokens]
-            return causal_attention(grouped[0], prompt[0], prompt[1], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+            out = causal_attention(grouped[0], prompt[0], prompt[1], scaling)
+            self.cache.finite[self.index] &= torch.isfinite(out).all()
+            return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
         step = self.cache.step
         queries = grouped.transpose(2, 3).float() * (scaling * math.log2(math.e))  # [rows, HK, n, G, D]
         nodes = [self.sealed_nodes(sequence, query) for sequence, query in zip(step.sequences, queries, strict=True)]
         roots = self.cache.shard.reduce(nodes, step.sequences)
         outputs = []
         for sequence, query, rows, root in zip(step.sequences, queries, self.rows, roots, strict=True):
+            if step.count_reads:
+                self.cache.count_exact(rows)
             whole = merge(self.codec.finish(self.index, root), self.exact_partial(query, rows))
             outputs.append(whole.normalised().transpose(0, 1).flatten(1, 2))  # [n, H, D]
             if query.shape[1] > 1:

@@ -262,6 +262,7 @@ def _shard(module: PreTrainedModel, tp_mesh) -> None:
 
     plan = module._expand_parallel_plan(module.tp_plan)
     if module.config.tie_word_embeddings:
-        # The plan keeps the embedding whole; a head that is the same tensor stays whole with it.
-        plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
+        # The plan names the tied weight twice, and sharding it once leaves the head with the whole of it.
+        del plan["lm_head.weight"]
     apply_tensor_parallelism(module, tp_mesh, plan)
+    module.tie_weights()

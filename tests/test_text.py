@@ -104,9 +104,10 @@ def test_byte_fallback_characters():
     ids = PIECES.convert_tokens_to_ids(["▁a", *fallback, "▁is"])
     pieces, _ = stream(PIECES, ids)
     assert pieces == ["a", "", "", "", "😀", "", "", "日", " is", ""]
-    for cut in range(1, 8):  # a prompt that ends inside a character, too
-        tail, _ = stream(PIECES, ids[cut:], context=ids[:cut])
-        assert "".join(tail).endswith(" is") and tail[-2] == " is"
+    long_prompt = ids[1:] * 4  # more than the context that is kept, and all of it bytes
+    for context, rest in ((ids[:1], ids[1:]), (ids[:5], ids[5:]), (long_prompt + ids[1:5], ids[5:])):
+        pieces, _ = stream(PIECES, rest, context=context)
+        assert "".join(pieces) == "😀日 is"[-len("".join(pieces)) :] and pieces[-3:] == ["日", " is", ""]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

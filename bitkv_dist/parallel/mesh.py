@@ -168,6 +168,12 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def broadcast_tensor(self, t: Tensor) -> Tensor:
+        """The CPU tensor of world rank 0, on every rank; same shape and dtype everywhere."""
+        if self.world.size > 1:
+            dist.broadcast(t, src=0)
+        return t
+
     def gather_objects(self, obj) -> list:
         """One small python object per world rank, on every rank."""
         gathered = [obj] * self.world.size

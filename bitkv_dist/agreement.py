@@ -1,0 +1,70 @@
+"""What all ranks must have in common before they share a cache: configuration, model, and the rotation of every layer.
+
+One wrong sign word makes a rank seal pages that decode to noise without any error, so every run compares digests at its
+start, and `diagnose` shows the comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bitkv_dist.config import CacheConfig
+from bitkv_dist.model import ServedModel
+from bitkv_dist.parallel.digest import as_int64, config_digest, layer_digests, odd_ones, whole
+from bitkv_dist.parallel.mesh import Mesh
+from bitkv_dist.rotation import sign_words
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Rank `rank` disagrees with the others about layer `layer` because of `cause`."""
+
+    rank: int
+    layer: int
+    digest: str
+    cause: str  # configuration | model | rotation words
+
+
+@dataclass(frozen=True)
+class Agreement:
+    rotation: str  # 16 hex digits over all layers, as this rank has them
+    mismatches: list[Mismatch]  # the same list on every rank
+
+
+def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_layer: int | None = None) -> Agreement:
+    """Compare all ranks with one all-reduce; only when they differ gather who has what.
+
+    `flip_word_of_layer` spoils one bit of this rank's words, to prove that the alarm works.
+    """
+
+    def words(layer: int) -> np.ndarray:
+        heads = range(model.kv_heads)
+        found = np.concatenate([sign_words(cache.seed, layer, head, side, model.head_dim) for head in heads for side in "KV"])
+        found[0] ^= np.uint64(layer == flip_word_of_layer)
+        return found
+
+    digests = layer_digests(cache, model.fingerprint, words, model.layers)
+    rotation = whole(digests)
+    if mesh.all_equal(as_int64(rotation)):
+        return Agreement(f"{rotation:016x}", [])
+    inputs = {"configuration": config_digest(cache), "model": model.fingerprint}
+    everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs))
+    causes = odd_ones([theirs for _, theirs in everyone])
+    mismatches = []
+    for rank, layer in odd_ones([theirs for theirs, _ in everyone]):
+        cause = " and ".join(what for odd_rank, what in causes if odd_rank == rank) or "rotation words"
+        mismatches.append(Mismatch(rank, layer, f"{everyone[rank][0][layer]:016x}", cause))
+    return Agreement(f"{rotation:016x}", mismatches)
+
+
+def require(mesh: Mesh, model: ServedModel, cache: CacheConfig) -> str:
+    """The common rotation digest, 16 hex digits; RuntimeError that names rank, layer and cause where there is none."""
+    found = compare(mesh, model, cache)
+    if found.mismatches:
+        first, *others = found.mismatches
+        more = f" (and {len(others)} more)" if others else ""
+        raise RuntimeError(f"rank {first.rank} differs from the others in layer {first.layer}{more}: another {first.cause}; "
+                           "run the same command, files and versions on every host, and `diagnose` for the whole list")
+    return found.rotation

@@ -1,0 +1,77 @@
+"""Reading prompts into the cache: exactly, layer by layer, or packed, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.model import ServedModel
+
+Progress = Callable[[float, int], None]  # (prompt tokens done, of all), called often
+Part = tuple[int, int, int]  # sequence, first token, tokens
+
+
+def run_layer(model: ServedModel, cache: PackedCache, layer: int, hidden: torch.Tensor, start: int) -> torch.Tensor:
+    """One decoder layer over hidden [1, n, E] of tokens start .. start + n - 1; `cache.step` says of which sequence."""
+    positions = torch.arange(start, start + hidden.shape[1], device=hidden.device).unsqueeze(0)
+    return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache)
+
+
+def exact(model: ServedModel, cache: PackedCache, prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress) -> torch.Tensor:
+    """Walk the layers, not the prompt: all chunks go through a layer with its exact keys, then its pages are sealed.
+
+    rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token ever
+    sees a quantised key. Memory: hidden states of this rank's chunks and the keys and values of one layer.
+    Returns hidden [sequences, E] of the last tokens; only the rows whose last chunk is this rank's are filled.
+    """
+    rank = cache.shard.rank
+    total = sum(map(len, prompts))
+    hidden = {part: model.embed(as_ids(prompts[part[0]][part[1] : part[1] + part[2]], model)) for parts in rounds if (part := parts[rank])}
+    for index, layer in enumerate(cache.layers):
+        for sequence, prompt in enumerate(prompts):
+            layer.begin_prompt(sequence, len(prompt))
+        for turn, parts in enumerate(rounds):
+            own = parts[rank]
+            cache.step = Step([own[0]] if own else [], round=parts)
+            if own:
+                hidden[own] = run_layer(model, cache, index, hidden[own], own[1])
+            else:
+                layer.receive(None)
+            progress(total * (index * len(rounds) + turn + 1) / (len(rounds) * len(cache.layers)), total)
+        for sequence in range(len(prompts)):
+            layer.finish_prompt(sequence)
+    last = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.dtype, device=model.device)
+    for (sequence, start, tokens), states in hidden.items():
+        if start + tokens == len(prompts[sequence]):
+            last[sequence] = states[0, -1]
+    return last
+
+
+def packed(model: ServedModel, cache: PackedCache, prompts: list[list[int]], chunk: int, progress: Progress) -> torch.Tensor:
+    """Append prompts to what the cache holds, a chunk at a time through all layers: memory does not grow with the prompt.
+
+    A chunk sees what a decode step at its first position would see exactly, and its own tokens exactly; the rest by code. Chunks end
+    at multiples of `chunk` in the whole sequence, wherever the prompt begins. Returns hidden [sequences, E] of the last tokens.
+    """
+    last, done, total = [], 0, sum(map(len, prompts))
+    for sequence, prompt in enumerate(prompts):
+        first = cache.length(sequence)
+        position, end = first, first + len(prompt)
+        while position < end:
+            stop = min(end, (position // chunk + 1) * chunk)
+            hidden = model.embed(as_ids(prompt[position - first : stop - first], model))
+            cache.step = Step([sequence])
+            for index in range(len(cache.layers)):
+                hidden = run_layer(model, cache, index, hidden, position)
+            done += stop - position
+            progress(done, total)
+            position = stop
+        last.append(hidden[0, -1])
+    return torch.stack(last)
+
+
+def as_ids(tokens: list[int], model: ServedModel) -> torch.Tensor:
+    """int64 [1, n] on the model's device."""
+    return torch.tensor([tokens], device=model.device)

@@ -1,0 +1,74 @@
+"""What a run cost, as data: bytes of the cache, bits read, times and memory. Nothing here prints, nothing is estimated."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+from bitkv_dist.codec.interface import ReadCount
+from bitkv_dist.engine import Engine, Result
+
+
+def report(engine: Engine, result: Result, texts: list[str] | None, load_s: float) -> dict:
+    """The JSON object of a run (schema 1); collective, every rank calls it."""
+    mesh, world = engine.mesh, engine.mesh.world
+    kv = cache_report(engine)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    prompt_tokens = sum(result.prompt_tokens)
+    return {
+        "schema": 1,
+        "text": texts,
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
+        "kv": kv,
+        "timing": {
+            "load_s": load_s,
+            "prefill_s": result.prefill_s,
+            "prefill_tokens_per_s": ratio(prompt_tokens, result.prefill_s),
+            "first_token_s": result.first_token_s,
+            "decode_s": result.decode_s,
+            "decode_tokens_per_s": ratio(result.decoded_tokens, result.decode_s),
+        },
+        "memory": {"peak_rss_bytes_per_rank": mesh.gather_objects(rss)},
+        "digest": {"rotation": engine.rotation_digest(), "cache": engine.cache_digest() if engine.config.digest else None},
+        "kernel": {"backend": "reference", "reason": "plain torch: no compiled kernels in this build"},
+    }
+
+
+def cache_report(engine: Engine) -> dict:
+    """The cache's bytes and bits over all ranks. Bits per element are means over layers and decode steps; None before a step."""
+    cache, model, mesh = engine.cache, engine.model, engine.mesh
+    sequences = range(cache.sequences)
+    tokens = sum(map(cache.length, sequences))
+    sealed = sum(map(cache.sealed_tokens, sequences))
+    bf16_bytes = tokens * model.layers * model.kv_heads * model.head_dim * 2 * 2
+    parts = mesh.gather_objects((cache.bytes, cache.reads, cache.exact_reads if mesh.sp_rank == 0 else ReadCount()))
+    bytes_per_rank = [part[0] for part in parts]
+    reads, every = ReadCount(), ReadCount()
+    for _, sealed_reads, exact_reads in parts:
+        reads.add(sealed_reads)
+        every.add(sealed_reads)
+        every.add(exact_reads)
+    return {
+        "codec": engine.cache_config.codec,
+        "key_bits": engine.cache_config.key_bits,
+        "value_bits": engine.cache_config.value_bits,
+        "stored_bits_per_element": cache.stored_bits_per_element,
+        "read_bits_per_element": ratio(reads.bits, reads.elements),
+        "read_bits_total": ratio(every.bits, every.elements),
+        "refined_share": ratio(reads.refined, reads.scanned),
+        "ratio_total": ratio(bf16_bytes, sum(bytes_per_rank)),
+        "bytes_total": sum(bytes_per_rank),
+        "bytes_per_rank": bytes_per_rank,
+        "bf16_bytes": bf16_bytes,
+        "ratio": 16 / cache.stored_bits_per_element,
+        "sealed_tokens": sealed,
+        "exact_tokens": tokens - sealed,
+    }
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """numerator / denominator, None where there is nothing to divide by."""
+    return numerator / denominator if denominator else None

@@ -1,0 +1,207 @@
+"""Continue one or several prompts with a packed KV cache.
+
+Text goes to stdout, from rank 0 only, everything else to stderr. A prompt file is UTF-8; a byte order mark and one final
+newline are dropped and CRLF is read as LF. With --json - the report takes the place of the text on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bitkv_dist.config import RunConfig, build
+from bitkv_dist.launch import flags, shell
+
+if TYPE_CHECKING:
+    from bitkv_dist.engine import Result
+    from bitkv_dist.launch.display import Texts
+    from bitkv_dist.parallel.mesh import Mesh
+
+NAME = "generate"
+STDOUT = "-"
+_NUMBERS = (
+    ("--chunk", int, "tokens per piece of prefill work; divides 512"),
+    ("--max-new-tokens", int, "tokens to generate at most"),
+    ("--temperature", float, "0 = greedy"),
+    ("--top-p", float, "share of the probability to draw from; 1 = off"),
+    ("--top-k", int, "number of tokens to draw from; 0 = off"),
+    ("--sampling-seed", int, "seed of the draws; without it another one each run"),
+)
+_SWITCHES = (
+    ("--ignore-eos", "go on after the end-of-sequence token"),
+    ("--warmup", "run once before the timed run"),
+    ("--digest", "report a digest of all sealed bytes"),
+)
+_PAIRS = (
+    ("--chat", "read a prompt as the user's turn of the chat template"),
+    ("--stream", "show the first text while it is generated"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The whole run on this rank; ValueError, before weights load, for what a user can put right."""
+    asked = _parser().parse_args(argv)
+    if not (asked.prompt or asked.prompt_file or asked.interactive):
+        raise ValueError("prompt: none given; use --prompt, --prompt-file or --interactive")
+    config = build(asked.config, flags.overrides(asked))
+
+    import transformers
+
+    from bitkv_dist import model as models
+    from bitkv_dist.parallel import mesh as meshes
+
+    transformers.logging.set_verbosity_error()
+    model_config = models.check(config.generate.model, config.parallel.tp)
+    mesh = meshes.start(config.parallel)
+    run = _Run(asked, config, mesh, models.max_positions_of(model_config))
+    prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
+    run.start()
+    if asked.interactive:
+        run.talk(prompts)
+    else:
+        run.batch(prompts)
+    run.report()
+    return 0
+
+
+class _Run:
+    """A run on one rank. What only rank 0 does stands behind `leads`."""
+
+    def __init__(self, asked: argparse.Namespace, config: RunConfig, mesh: Mesh, max_positions: int) -> None:
+        from bitkv_dist.launch.display import Bar, Console
+
+        self._asked, self._config, self._mesh, self._max_positions = asked, config, mesh, max_positions
+        self.leads = mesh.world.rank == 0
+        self._console = Console(stderr=True, quiet=not self.leads, highlight=False, soft_wrap=True)
+        self._load_bar, self._prefill_bar = Bar(self._console), Bar(self._console, "tokens")
+        self._tokenizer, self._chat = None, False
+        self._turns: list[tuple[Result, list[str]]] = []  # each call's result and, on rank 0, its texts
+
+    def read_prompts(self) -> list[list[int]]:
+        """Token ids of all prompts, tokenised once, on rank 0, before weights load."""
+        from bitkv_dist import checkpoint, text
+
+        texts = [*(self._asked.prompt or []), *map(text.read_prompt_file, self._asked.prompt_file or [])]
+        if self._asked.interactive and len(texts) > 1:
+            raise ValueError(f"interactive with {len(texts)} prompts: a conversation starts from one; leave out the others")
+        place = checkpoint.localise(self._config.generate.model, self._load_bar)
+        self._tokenizer = checkpoint.read_tokenizer(place)
+        chat = self._config.generate.chat
+        has_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self._chat = (self._asked.interactive and has_template) if chat is None else chat
+        return [self._fitting(text.encode_prompt(self._tokenizer, prompt, self._chat)) for prompt in texts]
+
+    def start(self) -> None:
+        """Load the weights and agree with the other ranks."""
+        import torch
+
+        from bitkv_dist import model as models
+        from bitkv_dist.engine import Engine
+
+        started = time.perf_counter()
+        mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
+        dtype = getattr(torch, generate.dtype) if generate.dtype else None
+        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
+        model = models.load(generate.model, dtype=dtype, device=world.device, progress=self._load_bar, **shard)
+        self._engine = Engine(model, self._config.cache, mesh, generate)
+        mesh.ready()
+        self._load_s = time.perf_counter() - started
+        grid = f"{world.size} rank{'s'[: world.size > 1]} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
+        self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
+        self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest()}, agreed by all ranks")
+
+    def batch(self, prompts: list[list[int]], keep: bool = False) -> None:
+        """Generate for all prompts at once."""
+        texts = self._texts(prompts) if self.leads else None
+        result = self._engine.generate(prompts, texts and texts.push, self._show_prefill, keep=keep)
+        self._turns.append((result, texts.finish() if texts else []))
+
+    def talk(self, prompts: list[list[int]]) -> None:
+        """One conversation: each turn is appended to the cache."""
+        from bitkv_dist.launch.dialogue import turns
+
+        if prompts:
+            self.batch(prompts)
+        for ids in turns(self._mesh, self._encode_turn, patience_s=self._config.parallel.step_timeout_s / 4):
+            self.batch([ids], keep=True)
+
+    def report(self) -> None:
+        """The summary, and the JSON object where it was asked for; of a conversation each turn is one text."""
+        if not self._turns:
+            return
+        from bitkv_dist.launch.display import summary
+        from bitkv_dist.report import report
+
+        last = report(self._engine, self._turns[-1][0], None, self._load_s)  # on every rank: it gathers
+        if not self.leads:
+            return
+        self._console.print(summary(last))
+        results = [result for result, _ in self._turns]
+        last["text"] = [text for _, texts in self._turns for text in texts]
+        for name in ("token_ids", "prompt_tokens", "finish_reason"):
+            last[name] = [item for result in results for item in getattr(result, name)]
+        line = json.dumps(last) + "\n"
+        if self._asked.json == STDOUT:
+            sys.stdout.write(line)
+        elif self._asked.json is not None:
+            self._asked.json.write_text(line, encoding="utf-8")
+
+    def _texts(self, prompts: list[list[int]]) -> Texts:
+        from bitkv_dist.launch.display import Texts
+
+        generate = self._config.generate
+        return Texts(self._tokenizer, prompts, generate.stop, live=generate.stream, visible=self._asked.json != STDOUT)
+
+    def _encode_turn(self, line: str) -> list[int]:
+        from bitkv_dist import text
+
+        if not self._turns:
+            return self._fitting(text.encode_prompt(self._tokenizer, line, self._chat))
+        said = self._turns[-1][0].token_ids[0]
+        return self._fitting(text.encode_turn(self._tokenizer, line, self._chat, said[-1] if said else None))
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        earlier = sum(result.prompt_tokens[0] + len(result.token_ids[0]) for result, _ in self._turns)
+        if earlier + len(ids) > self._max_positions:
+            remedy = "end the conversation" if earlier else "shorten it"
+            raise ValueError(f"prompt of {earlier + len(ids)} tokens: the model has {self._max_positions} positions; {remedy}")
+        return ids
+
+    def _show_prefill(self, done: float, total: int) -> None:
+        self._prefill_bar("reading the prompt", done, total)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = shell.Parser(NAME, __doc__)
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable: all prompts form one batch")
+    prompts.add_argument("--prompt-file", action="append", metavar="FILE", help="repeatable")
+    prompts.add_argument("--interactive", action="store_true", help="read turns from stdin; each is appended to the cache")
+    flags.add_config_flags(parser)
+    group = parser.add_argument_group("generation")
+    flags.add_field(group, "--prefill", "generate.prefill", type=str, help="exact or packed")
+    for flag, kind, says in _NUMBERS:
+        flags.add_field(group, flag, _field(flag), type=kind, help=says)
+    flags.add_field(group, "--stop", "generate.stop", action="append", metavar="TEXT", help="repeatable: ends a text, not shown")
+    for flag, says in _SWITCHES:
+        flags.add_field(group, flag, _field(flag), action="store_true", help=says)
+    for flag, says in _PAIRS:
+        flags.add_field(group, flag, _field(flag), action=argparse.BooleanOptionalAction, help=says)
+    group.add_argument("--json", type=_report_file, metavar="FILE", help="write the report there; - = to stdout, with no text")
+    return parser
+
+
+def _field(flag: str) -> str:
+    return "generate." + flag.removeprefix("--").replace("-", "_")
+
+
+def _report_file(text: str) -> Path | str:
+    return text if text == STDOUT else flags.output_file(text)
+
+
+if __name__ == "__main__":
+    shell.run(main, NAME)
