@@ -41,13 +41,13 @@ def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_lay
 
     def words(layer: int) -> np.ndarray:
         heads = range(model.kv_heads)
-        found = np.concatenate([sign_words(cache.seed, layer, head, side, model.head_dim) for head in heads for side in "KV"])
+        found = np.concatenate([sign_words(cache.seed, layer, head, side, model.head_dim) for side in "KV" for head in heads])
         found[0] ^= np.uint64(layer == flip_word_of_layer)
         return found
 
     digests = layer_digests(cache, model.fingerprint, words, model.layers)
     rotation = whole(digests)
-    if mesh.all_equal(as_int64(rotation)):
+    if mesh.all_equal(as_int64(np.array([rotation], dtype=np.uint64))):
         return Agreement(f"{rotation:016x}", [])
     inputs = {"configuration": config_digest(cache), "model": model.fingerprint}
     everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs))
@@ -65,6 +65,8 @@ def require(mesh: Mesh, model: ServedModel, cache: CacheConfig) -> str:
     if found.mismatches:
         first, *others = found.mismatches
         more = f" (and {len(others)} more)" if others else ""
-        raise RuntimeError(f"rank {first.rank} differs from the others in layer {first.layer}{more}: another {first.cause}; "
-                           "run the same command, files and versions on every host, and `diagnose` for the whole list")
+        raise RuntimeError(
+            f"rank {first.rank} differs from the others in layer {first.layer}{more}: another {first.cause}; "
+            "run the same command, files and versions on every host, and `diagnose` for the whole list"
+        )
     return found.rotation

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 from filelock import FileLock
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
@@ -106,19 +107,21 @@ def read_tokenizer(place: Path | str):
     """The tokenizer of a localised source; None for a directory that has none."""
     if isinstance(place, Path) and not any((place / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    with _one_line(str(place), "its tokenizer cannot be loaded"):
+    with quiet(), _one_line(str(place), "its tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(place)
 
 
 @contextlib.contextmanager
-def silent_bars() -> Iterator[None]:
-    """No progress bars from transformers: only the launch scripts write to the terminal."""
-    was_on = transformers_logging.is_progress_bar_enabled()
+def quiet() -> Iterator[None]:
+    """No progress bars and warnings from transformers: only the launch scripts write to the terminal."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if was_on:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
             transformers_logging.enable_progress_bar()
 
 
@@ -159,7 +162,7 @@ def _convert_once(gguf: Path, progress: Progress | None) -> Path:
 
 
 def _convert(gguf: Path, folder: Path, progress: Progress | None) -> None:
-    with _gguf_progress(f"converting {gguf.name}", progress), silent_bars(), _one_line(gguf.name, "cannot be read"):
+    with _gguf_progress(f"converting {gguf.name}", progress), quiet(), _one_line(gguf.name, "cannot be read"):
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Not model.save_pretrained: it refuses a model that was quantized, and it imports deepspeed.
@@ -214,6 +217,11 @@ def _one_line(source: str, complaint: str) -> Iterator[None]:
     """Turn the libraries' many-line complaints about a user's file into one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"model {source}: {complaint} ({first})") from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise ValueError(f"model {source}: {complaint} ({brief(error)})") from error
+
+
+def brief(error: Exception) -> str:
+    """The first 200 characters of an error's message, in one line."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= 200 else f"{message[:200]}..."

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from . import attention, checkpoint
+from bitkv_dist import attention, checkpoint
 
 SERVED = {
     "llama": "LlamaForCausalLM",
@@ -238,12 +238,12 @@ def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dty
     if hasattr(config, "sliding_window"):
         config.sliding_window = None  # `check` let it pass, so it hides nothing; attention refuses to see one
     try:
-        with checkpoint.silent_bars():
+        with checkpoint.quiet():
             module, loaded = AutoModelForCausalLM.from_pretrained(
                 place, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
             )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"model {source}: its weights cannot be read ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"model {source}: its weights cannot be read ({checkpoint.brief(error)})") from error
     # transformers fills what is missing with random numbers and drops what it does not know, both with a mere warning.
     stray = [name for name in loaded["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq")]
     for complaint, names in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -57,19 +57,26 @@ def packed(model: ServedModel, cache: PackedCache, prompts: list[list[int]], chu
     """
     last, done, total = [], 0, sum(map(len, prompts))
     for sequence, prompt in enumerate(prompts):
-        first = cache.length(sequence)
-        position, end = first, first + len(prompt)
-        while position < end:
-            stop = min(end, (position // chunk + 1) * chunk)
-            hidden = model.embed(as_ids(prompt[position - first : stop - first], model))
-            cache.step = Step([sequence])
-            for index in range(len(cache.layers)):
-                hidden = run_layer(model, cache, index, hidden, position)
-            done += stop - position
+        hidden = None
+        for hidden in packed_chunks(model, cache, Step([sequence]), prompt, chunk):
+            done += hidden.shape[1]
             progress(done, total)
-            position = stop
         last.append(hidden[0, -1])
     return torch.stack(last)
+
+
+def packed_chunks(model: ServedModel, cache: PackedCache, step: Step, tokens: list[int], chunk: int) -> Iterator[torch.Tensor]:
+    """Append tokens to the sequence of `step`; yields the final hidden states [1, n, E] of each chunk, before the last norm."""
+    first = cache.length(step.sequences[0])
+    position, end = first, first + len(tokens)
+    while position < end:
+        stop = min(end, (position // chunk + 1) * chunk)
+        hidden = model.embed(as_ids(tokens[position - first : stop - first], model))
+        cache.step = step
+        for index in range(len(cache.layers)):
+            hidden = run_layer(model, cache, index, hidden, position)
+        yield hidden
+        position = stop
 
 
 def as_ids(tokens: list[int], model: ServedModel) -> torch.Tensor:

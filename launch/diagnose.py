@@ -1,6 +1,6 @@
 """`diagnose`: do all ranks rotate with the same signs, and seal the same bytes? A table, and exit status 0 or 1.
 
-    deepspeed --num_gpus 4 launch/diagnose.py --model smollm2-135m --cache
+deepspeed --num_gpus 4 launch/diagnose.py --model smollm2-135m --cache
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, replace
 
 from bitkv_dist.launch import shell
-from bitkv_dist.launch.flags import add_config_flags, output_file, overrides
+from bitkv_dist.launch.flags import add_run_flags, read_config
 
 PROBE_PAGES, PROBE_NEW_TOKENS = 4, 4  # --cache: pages to seal, tokens to generate behind them
 SHOWN_ROWS = 20
@@ -19,9 +19,7 @@ SHOWN_ROWS = 20
 
 def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
-    from bitkv_dist import config
-
-    run = config.build(args.config, overrides(args))
+    run = read_config(args)
 
     import torch
 
@@ -36,7 +34,7 @@ def main(argv: list[str]) -> int:
     mesh.ready()
 
     report = {"schema": 1, "ok": True, "world": _world(mesh), "rotation": _rotation(mesh, model, run.cache, args.inject)}
-    if args.cache:
+    if args.cache and (args.inject or not report["rotation"]["mismatches"]):
         report["cache"] = _cache(mesh, model, run)
     report["ok"] = not any(report[part]["mismatches"] for part in ("rotation", "cache") if part in report)
     if mesh.world.rank == 0:
@@ -48,11 +46,12 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> shell.Parser:
     parser = shell.Parser("diagnose", "Check that all ranks agree on seeds, configuration and model, and on sealed bytes.")
-    add_config_flags(parser)
+    add_run_flags(parser)
     parser.add_argument("--cache", action="store_true", help="also generate a few tokens and compare every sealed page")
-    parser.add_argument("--inject", type=_rank_and_layer, metavar="RANK:LAYER",
-                        help="flip one rotation word there, to see that it is found")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report there as well")
+    parser.add_argument(
+        "--inject", type=_rank_and_layer, metavar="RANK:LAYER", help="flip one rotation word there, to see that it is found"
+    )
+    parser.add_argument("--json", type=shell.output_file, metavar="FILE", help="write the report there as well")
     return parser
 
 
@@ -65,10 +64,22 @@ def _rank_and_layer(text: str) -> tuple[int, int]:
 
 def _world(mesh) -> dict:
     world = mesh.world
-    mine = {"rank": world.rank, "sp_rank": mesh.sp_rank, "tp_rank": mesh.tp_rank, "host": world.host,
-            "device": str(world.device), "threads": world.threads}
-    return {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "launcher": world.launcher, "backend": world.backend,
-            "ranks": mesh.gather_objects(mine)}
+    mine = {
+        "rank": world.rank,
+        "sp_rank": mesh.sp_rank,
+        "tp_rank": mesh.tp_rank,
+        "host": world.host,
+        "device": str(world.device),
+        "threads": world.threads,
+    }
+    return {
+        "size": world.size,
+        "tp": mesh.tp,
+        "sp": mesh.sp,
+        "launcher": world.launcher,
+        "backend": world.backend,
+        "ranks": mesh.gather_objects(mine),
+    }
 
 
 def _rotation(mesh, model, cache, inject: tuple[int, int] | None) -> dict:
@@ -89,14 +100,16 @@ def _cache(mesh, model, run) -> dict:
     cache = run.cache
     tokens = cache.sink_rounded + PROBE_PAGES * cache.page_tokens + cache.recent_tokens
     if tokens + PROBE_NEW_TOKENS > model.max_positions:
-        raise ValueError(f"--cache: needs {tokens + PROBE_NEW_TOKENS} positions to seal {PROBE_PAGES} pages, the model has "
-                         f"{model.max_positions}; use smaller --recent-tokens or --sink-tokens")
+        raise ValueError(
+            f"--cache: needs {tokens + PROBE_NEW_TOKENS} positions to seal {PROBE_PAGES} pages, the model has "
+            f"{model.max_positions}; use smaller --recent-tokens or --sink-tokens"
+        )
     generate = replace(run.generate, max_new_tokens=PROBE_NEW_TOKENS, ignore_eos=True, stream=False)
     engine = Engine(model, cache, mesh, generate, audit=True)
     vocabulary = model.config.vocab_size
     engine.generate([[7919 * i % vocabulary for i in range(tokens)]], None)
 
-    everyone = mesh.gather_objects(engine.audit())
+    everyone = mesh.gather_objects(engine.page_digests())
     names = ("layer", "sequence", "page", "kv_head")
     mismatches = [{"rank": rank, **dict(zip(names, key, strict=True))} for rank, key in odd_ones(everyone)]
     pages = {key: digest for theirs in everyone for key, digest in theirs.items()}

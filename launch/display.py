@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from bitkv_dist.text import TextStream
 
@@ -23,17 +22,22 @@ class Bar:
         self._progress: Progress | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._console.quiet:
             return
         if self._progress is None:
             speed = TextColumn(f"{{task.fields[speed_shown]:,.0f}} {self._unit}/s" if self._unit else "")
             columns = (TextColumn("{task.description}"), BarColumn(), speed, TimeRemainingColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
-            self._task = self._progress.add_task(what, total=total, speed_shown=0.0)
+            self._progress.add_task(what, total=total, speed_shown=0.0)
             self._progress.start()
-        speed = self._progress.tasks[0].speed or 0.0
-        self._progress.update(self._task, completed=done, speed_shown=speed)
+        task = self._progress.tasks[0]
+        self._progress.update(task.id, completed=done, speed_shown=task.speed or 0.0)
         if done >= total:
+            self.stop()
+
+    def stop(self) -> None:
+        """Take the bar away and give the terminal its cursor back."""
+        if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
@@ -80,20 +84,21 @@ class Texts:
             sys.stdout.flush()
 
 
-def summary(report: dict[str, Any]) -> Table:
+def summary(report: dict[str, Any]) -> list[str]:
     """The report of a run, for a person."""
     kv, timing, kernel = report["kv"], report["timing"], report["kernel"]
-    table = Table(show_header=False, box=None, pad_edge=False)
     prefill, decode = _shown(timing["prefill_tokens_per_s"], " tokens/s"), _shown(timing["decode_tokens_per_s"], " tokens/s")
-    table.add_row("prefill", f"{prefill}, first token after {timing['first_token_s']:.2f} s")
-    table.add_row("decode", decode)
     tokens = f"{kv['sealed_tokens']:,} sealed and {kv['exact_tokens']:,} exact tokens"
-    table.add_row("cache", f"{kv['bytes_total'] / MIB:,.2f} MiB for {tokens}; bf16 takes {kv['bf16_bytes'] / MIB:,.2f} MiB")
-    table.add_row("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total")
     stored, read = _shown(kv["stored_bits_per_element"]), _shown(kv["read_bits_per_element"])
-    table.add_row("bits per element", f"{stored} stored, {read} read ({kv['codec']})")
-    table.add_row("kernel", f"{kernel['backend']} ({kernel['reason']})")
-    return table
+    rows = (
+        ("prefill", f"{prefill}, first token after {timing['first_token_s']:.2f} s"),
+        ("decode", decode),
+        ("cache", f"{kv['bytes_total'] / MIB:,.2f} MiB for {tokens}; bf16 takes {kv['bf16_bytes'] / MIB:,.2f} MiB"),
+        ("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total"),
+        ("bits per element", f"{stored} stored, {read} read ({kv['codec']})"),
+        ("kernel", f"{kernel['backend']} ({kernel['reason']})"),
+    )
+    return [f"{name:<17} {value}" for name, value in rows]
 
 
 def _shown(number: float | None, unit: str = "") -> str:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bitkv_dist.config import RunConfig, build
+from bitkv_dist.config import RunConfig
 from bitkv_dist.launch import flags, shell
 
 if TYPE_CHECKING:
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 
 NAME = "generate"
 STDOUT = "-"
-_NUMBERS = (
-    ("--chunk", int, "tokens per piece of prefill work; divides 512"),
-    ("--max-new-tokens", int, "tokens to generate at most"),
-    ("--temperature", float, "0 = greedy"),
-    ("--top-p", float, "share of the probability to draw from; 1 = off"),
-    ("--top-k", int, "number of tokens to draw from; 0 = off"),
-    ("--sampling-seed", int, "seed of the draws; without it another one each run"),
+_VALUES = (
+    ("--prefill", "generate.prefill", "exact or packed"),
+    ("--chunk", "generate.chunk", "tokens per piece of prefill work; divides 512"),
+    ("--max-new-tokens", "generate.max_new_tokens", "tokens to generate at most"),
+    ("--temperature", "generate.temperature", "0 = greedy"),
+    ("--top-p", "generate.top_p", "share of the probability to draw from; 1 = off"),
+    ("--top-k", "generate.top_k", "number of tokens to draw from; 0 = off"),
+    ("--sampling-seed", "generate.sampling_seed", "seed of the draws; without it another one each run"),
 )
 _SWITCHES = (
-    ("--ignore-eos", "go on after the end-of-sequence token"),
-    ("--warmup", "run once before the timed run"),
-    ("--digest", "report a digest of all sealed bytes"),
+    ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
+    ("--warmup", "generate.warmup", "run once before the timed run"),
+    ("--digest", "generate.digest", "report a digest of all sealed bytes"),
 )
 _PAIRS = (
-    ("--chat", "read a prompt as the user's turn of the chat template"),
-    ("--stream", "show the first text while it is generated"),
+    ("--chat", "generate.chat", "read a prompt as the user's turn of the chat template"),
+    ("--stream", "generate.stream", "show the first text while it is generated"),
 )
 
 
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = _parser().parse_args(argv)
     if not (asked.prompt or asked.prompt_file or asked.interactive):
         raise ValueError("prompt: none given; use --prompt, --prompt-file or --interactive")
-    config = build(asked.config, flags.overrides(asked))
+    config = flags.read_config(asked)
 
     import transformers
 
@@ -58,12 +59,15 @@ def main(argv: list[str] | None = None) -> int:
     model_config = models.check(config.generate.model, config.parallel.tp)
     mesh = meshes.start(config.parallel)
     run = _Run(asked, config, mesh, models.max_positions_of(model_config))
-    prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
-    run.start()
-    if asked.interactive:
-        run.talk(prompts)
-    else:
-        run.batch(prompts)
+    try:
+        prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
+        run.start()
+        if asked.interactive:
+            run.talk(prompts)
+        else:
+            run.batch(prompts)
+    finally:
+        run.stop_bars()
     run.report()
     return 0
 
@@ -76,7 +80,7 @@ class _Run:
 
         self._asked, self._config, self._mesh, self._max_positions = asked, config, mesh, max_positions
         self.leads = mesh.world.rank == 0
-        self._console = Console(stderr=True, quiet=not self.leads, highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, quiet=not self.leads, highlight=False, markup=False, soft_wrap=True)
         self._load_bar, self._prefill_bar = Bar(self._console), Bar(self._console, "tokens")
         self._tokenizer, self._chat = None, False
         self._turns: list[tuple[Result, list[str]]] = []  # each call's result and, on rank 0, its texts
@@ -110,7 +114,7 @@ class _Run:
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started
-        grid = f"{world.size} rank{'s'[: world.size > 1]} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
+        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest()}, agreed by all ranks")
 
@@ -139,7 +143,7 @@ class _Run:
         last = report(self._engine, self._turns[-1][0], None, self._load_s)  # on every rank: it gathers
         if not self.leads:
             return
-        self._console.print(summary(last))
+        self._console.print(*summary(last), sep="\n")
         results = [result for result, _ in self._turns]
         last["text"] = [text for _, texts in self._turns for text in texts]
         for name in ("token_ids", "prompt_tokens", "finish_reason"):
@@ -171,6 +175,10 @@ class _Run:
             raise ValueError(f"prompt of {earlier + len(ids)} tokens: the model has {self._max_positions} positions; {remedy}")
         return ids
 
+    def stop_bars(self) -> None:
+        for bar in (self._load_bar, self._prefill_bar):
+            bar.stop()
+
     def _show_prefill(self, done: float, total: int) -> None:
         self._prefill_bar("reading the prompt", done, total)
 
@@ -181,26 +189,22 @@ def _parser() -> argparse.ArgumentParser:
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable: all prompts form one batch")
     prompts.add_argument("--prompt-file", action="append", metavar="FILE", help="repeatable")
     prompts.add_argument("--interactive", action="store_true", help="read turns from stdin; each is appended to the cache")
-    flags.add_config_flags(parser)
+    flags.add_run_flags(parser)
     group = parser.add_argument_group("generation")
-    flags.add_field(group, "--prefill", "generate.prefill", type=str, help="exact or packed")
-    for flag, kind, says in _NUMBERS:
-        flags.add_field(group, flag, _field(flag), type=kind, help=says)
-    flags.add_field(group, "--stop", "generate.stop", action="append", metavar="TEXT", help="repeatable: ends a text, not shown")
-    for flag, says in _SWITCHES:
-        flags.add_field(group, flag, _field(flag), action="store_true", help=says)
-    for flag, says in _PAIRS:
-        flags.add_field(group, flag, _field(flag), action=argparse.BooleanOptionalAction, help=says)
+    flags.add_field_flags(group, _VALUES)
+    absent = argparse.SUPPRESS  # what is not given is not overridden
+    stop = {"dest": "generate.stop", "action": "append", "default": absent, "metavar": "TEXT"}
+    group.add_argument("--stop", **stop, help="repeatable: ends a text, and is not shown")
+    for flag, field, says in _SWITCHES:
+        group.add_argument(flag, dest=field, action="store_true", default=absent, help=says)
+    for flag, field, says in _PAIRS:
+        group.add_argument(flag, dest=field, action=argparse.BooleanOptionalAction, default=absent, help=says)
     group.add_argument("--json", type=_report_file, metavar="FILE", help="write the report there; - = to stdout, with no text")
     return parser
 
 
-def _field(flag: str) -> str:
-    return "generate." + flag.removeprefix("--").replace("-", "_")
-
-
 def _report_file(text: str) -> Path | str:
-    return text if text == STDOUT else flags.output_file(text)
+    return text if text == STDOUT else shell.output_file(text)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _OTHERS_SPEAK_S = 3.0  # before there is a mesh: time for rank 0 to say it, and 
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line and exit status 2. Launchers' --local_rank is taken and ignored: the environment wins."""
+    """argparse whose errors are one line and exit status 2. --local_rank is taken and ignored: the environment wins."""
 
     def __init__(self, name: str, description: str):
         super().__init__(prog=f"bitkv {name}", description=description, allow_abbrev=False)
@@ -31,9 +31,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="print the traceback of a failure (so does BITKV_DEBUG=1)")
 
     def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_one_line(message)}; see --help\n")
+
+    def _print_message(self, message: str, file=None) -> None:
         if launched_rank() == 0:  # all ranks have the same command line
-            say(f"{self.prog}: {_one_line(message)}; see --help")
-        sys.exit(2)
+            super()._print_message(message, file)
 
 
 def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | None = None) -> NoReturn:
@@ -47,11 +49,7 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
         if mesh is not None:
             mesh.close()
     except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        mesh = _mesh()
-        if status and mesh is not None:
-            mesh.fail(f"exit status {status}", status)
-            mesh.linger()
+        status = _leave(leaving.code)
     except BaseException as error:
         status = _fail(error, name, debug="--debug" in argv or bool(os.environ.get("BITKV_DEBUG")))
     _exit(status)
@@ -63,10 +61,30 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+def output_file(text: str) -> Path:
+    """argparse type of a file to write: refused at once, not after the work, when its folder is not there."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a file in an existing folder")
+    return path
+
+
 def launched_rank() -> int:
     """This process's rank by the launcher's variables, before anything heavy is imported; 0 without a launcher."""
     value = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     return int(value) if value.isdecimal() else 0
+
+
+def _leave(code: int | str | None) -> int:
+    """sys.exit from inside: of --help, of a flag that is wrong, or after a mesh was started, where the others must go too."""
+    status = code if isinstance(code, int) else int(code is not None)
+    mesh = _mesh()
+    first = mesh is None or mesh.fail(f"exit status {status}", status)
+    if isinstance(code, str) and first:
+        say(code)
+    if mesh is not None:
+        mesh.linger()
+    return status
 
 
 def _fail(error: BaseException, name: str, debug: bool) -> int:
@@ -74,7 +92,7 @@ def _fail(error: BaseException, name: str, debug: bool) -> int:
     status, message = _describe(error, name)
     mesh = _mesh()
     if mesh is None:
-        # Other ranks may be failing in the same way: rank 0 speaks for them, and the launcher then ends the others as they wait.
+        # Others may be failing in the same way: rank 0 speaks for all, and the launcher then ends the others as they wait.
         time.sleep(0 if launched_rank() == 0 else _OTHERS_SPEAK_S)
         mine = True
     else:
@@ -121,8 +139,8 @@ def _mesh():
 def _leave_source_folder() -> None:
     """Forget this folder and the repository's root as places to import from.
 
-    `python launch/x.py` puts launch/ first: its evaluate.py would hide the package of that name, and the root's kernels/ the one that
-    transformers looks for. In an installed copy neither is on the path.
+    `python launch/x.py` puts launch/ first: its evaluate.py would hide the package of that name, and the root's kernels/ the
+    one that transformers looks for. In an installed copy neither is on the path.
     """
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (here, here.parent)]

@@ -23,7 +23,8 @@ class Alarm:
     def __init__(self, store: dist.Store, watched: dist.Store, rank: int):
         self._store, self._watched, self._rank = store, watched, rank
         self._over = threading.Event()
-        threading.Thread(target=self._watch, name="bitkv-alarm", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="bitkv-alarm", daemon=True)
+        self._watcher.start()
 
     def raise_alarm(self, message: str, code: int) -> bool:
         """All other ranks exit with `code` within a second. True for the first rank that calls this: the one that prints."""
@@ -41,7 +42,9 @@ class Alarm:
         threading.Event().wait(3 * WATCH_S)
 
     def stop(self) -> None:
+        """The run went well: nobody looks any more."""
         self._over.set()
+        self._watcher.join()  # an interpreter that ends while a thread is inside the store aborts the process
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_S):
@@ -58,6 +61,12 @@ class Alarm:
 
 def lost_peer(error: BaseException) -> str | None:
     """What happened to the connection, for an error that only says that another rank went away: the echo of a failure."""
-    echoes = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
-              "NCCL communicator was aborted", "ailed to recv")
+    echoes = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process exited",
+        "NCCL communicator was aborted",
+        "ailed to recv",
+    )
     return next((echo for echo in echoes if echo in str(error)), None) if isinstance(error, RuntimeError) else None

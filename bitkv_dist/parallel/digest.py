@@ -30,7 +30,9 @@ def config_digest(config: CacheConfig) -> int:
     return digest64(json.dumps(asdict(config), sort_keys=True).encode())
 
 
-def layer_digests(config: CacheConfig, fingerprint: int, rotation_words: Callable[[int], np.ndarray], layers: int) -> np.ndarray:
+def layer_digests(
+    config: CacheConfig, fingerprint: int, rotation_words: Callable[[int], np.ndarray], layers: int
+) -> np.ndarray:
     """uint64 [layers]: all that the sealed bytes of a layer depend on besides the tokens.
 
     `fingerprint` identifies the model; `rotation_words(layer)` are the uint64 words of all *global* KV heads, K and V, in a
@@ -54,9 +56,9 @@ def whole(digests: np.ndarray) -> int:
     return digest64(digests.astype("<u8").tobytes())
 
 
-def as_int64(*digests: int) -> torch.Tensor:
-    """int64 [n] with the same 64 bits, for Mesh.all_equal: torch compares and reduces no uint64."""
-    return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
+def as_int64(digests: np.ndarray) -> torch.Tensor:
+    """uint64 [n] -> int64 [n] with the same 64 bits, for Mesh.all_equal: torch compares and reduces no uint64."""
+    return torch.from_numpy(np.ascontiguousarray(digests, dtype=np.uint64).view(np.int64))
 
 
 def odd_ones(per_rank: Sequence[Mapping[Key, int]]) -> list[tuple[int, Key]]:

@@ -1,6 +1,6 @@
-"""How the ranks talk: `start` joins the world that a launcher made, `Mesh` is the grid SP (outer) x TP (inner) and its few collectives.
+"""How the ranks talk: `start` joins the world that a launcher made, `Mesh` is its grid SP (outer) x TP (inner).
 
-torch.distributed is initialised directly: deepspeed.init_distributed() compiles a shared-memory operator on CPU, which takes a minute.
+torch.distributed is initialised directly: on a CPU deepspeed.init_distributed() compiles a shared-memory operator for a minute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bitkv_dist.config import ParallelConfig
 from bitkv_dist.parallel.alarm import Alarm
-from bitkv_dist.parallel.world import (Place, World, choose_device, choose_grid, discover, env_address, slurm_address,
-                                       threads_per_rank)
+from bitkv_dist.parallel.world import (
+    Place,
+    World,
+    choose_device,
+    choose_grid,
+    discover,
+    env_address,
+    slurm_address,
+    threads_per_rank,
+)
 
 
 def start(parallel: ParallelConfig, *, check_shapes: bool = False) -> Mesh:
@@ -56,11 +64,19 @@ def _join(store: dist.Store, world: World, parallel: ParallelConfig) -> None:
     backend = "gloo" if world.backend == "gloo" else "cpu:gloo,cuda:nccl"
     device_id = world.device if world.device.type == "cuda" else None
     try:
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, device_id=device_id,
-                                timeout=timedelta(seconds=parallel.start_timeout_s))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            device_id=device_id,
+            timeout=timedelta(seconds=parallel.start_timeout_s),
+        )
     except dist.DistStoreError as error:
-        raise ValueError(f"start_timeout_s {parallel.start_timeout_s:g}: not all {world.size} ranks came up in that time; "
-                         "look at the messages of the others, or raise it") from error
+        raise ValueError(
+            f"start_timeout_s {parallel.start_timeout_s:g}: not all {world.size} ranks came up in that time; "
+            "look at the messages of the others, or raise it"
+        ) from error
 
 
 def _env_rendezvous(place: Place, parallel: ParallelConfig) -> tuple[tuple[str, int], dist.TCPStore]:
@@ -75,10 +91,14 @@ def _store(host: str, port: int, serve: bool, timeout_s: float) -> dist.TCPStore
         return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except dist.DistError as error:
         if serve:
-            raise ValueError(f"port {port} on {socket.gethostname()}: already in use, perhaps by another job; "
-                             "choose another with --master_port") from error
-        raise ValueError(f"rank 0 at {host}:{port}: did not answer within {timeout_s:g} s; "
-                         "check the address, the firewall and rank 0's own message, or choose another --master_port") from error
+            raise ValueError(
+                f"port {port} on {socket.gethostname()}: already in use, perhaps by another job; "
+                "choose another with --master_port"
+            ) from error
+        raise ValueError(
+            f"rank 0 at {host}:{port}: did not answer within {timeout_s:g} s; "
+            "check the address, the firewall and rank 0's own message, or choose another --master_port"
+        ) from error
 
 
 def _mpi_rendezvous(parallel: ParallelConfig) -> tuple[Place, tuple[str, int], dist.TCPStore]:
@@ -89,14 +109,18 @@ def _mpi_rendezvous(parallel: ParallelConfig) -> tuple[Place, tuple[str, int], d
     try:
         from mpi4py import MPI
     except ImportError:
-        raise ValueError("mpirun without mpi4py: it is needed to find the other ranks; pip install mpi4py, "
-                         "or start with torchrun or deepspeed") from None
+        raise ValueError(
+            "mpirun without mpi4py: it is needed to find the other ranks; pip install mpi4py, "
+            "or start with torchrun or deepspeed"
+        ) from None
     comm = MPI.COMM_WORLD
     local = comm.Split_type(MPI.COMM_TYPE_SHARED)
     place = Place(comm.rank, comm.size, local.rank, local.size, "mpirun")
     if place.size == 1 < discover().size:
-        raise ValueError(f"mpirun started {discover().size} ranks but mpi4py sees one: its MPI library is another one than mpirun's; "
-                         "install mpi4py for that MPI, or use torchrun or deepspeed")
+        raise ValueError(
+            f"mpirun started {discover().size} ranks but mpi4py sees one: it was built for another MPI; "
+            "install mpi4py for this one, or use torchrun or deepspeed"
+        )
     same_host = comm.bcast(place.local_size if place.rank == 0 else None) == place.size
     host = "127.0.0.1" if same_host else os.environ.get("MASTER_ADDR", socket.gethostname())
     store = _store(host, 0, True, parallel.start_timeout_s) if place.rank == 0 else None
@@ -114,8 +138,16 @@ class Mesh:
     `gathers` and `gathered_bytes` count the calls of gather_sp and the bytes that this rank received through it.
     """
 
-    def __init__(self, world: World, tp: int, sp: int, parallel: ParallelConfig, alarm: Alarm | None = None, *,
-                 check_shapes: bool = False):
+    def __init__(
+        self,
+        world: World,
+        tp: int,
+        sp: int,
+        parallel: ParallelConfig,
+        alarm: Alarm | None = None,
+        *,
+        check_shapes: bool = False,
+    ):
         self.world, self.tp, self.sp = world, tp, sp
         self.sp_rank, self.tp_rank = divmod(world.rank, tp)
         self.gathers = self.gathered_bytes = 0
@@ -141,7 +173,7 @@ class Mesh:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._parallel.step_timeout_s), group)
 
     def gather_sp(self, t: Tensor) -> Tensor:
-        """[*s] on every rank of the SP group -> [sp, *s], in order of sp_rank. Any dtype; shape and dtype equal on all ranks."""
+        """[*s] on every rank of the SP group -> [sp, *s] in order of sp_rank; any dtype. s and dtype are the same on all."""
         self.gathers += 1
         if self.sp == 1:
             return t.unsqueeze(0)

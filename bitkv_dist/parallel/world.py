@@ -1,4 +1,4 @@
-"""Which process am I among how many, and what of this machine is mine: pure functions of the environment that a launcher made."""
+"""Which process am I among how many, and what of this machine is mine: functions of the environment that a launcher made."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class World:
     local_rank: int
     local_size: int
     host: str
-    launcher: str                   # deepspeed | torchrun | mpirun | slurm | python
-    backend: str                    # gloo | nccl | none
+    launcher: str  # deepspeed | torchrun | mpirun | slurm | python
+    backend: str  # gloo | nccl | none
     device: torch.device
     threads: int
 
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_MPI = (                            # rank, size, local rank, local size
+_MPI = (  # rank, size, local rank, local size
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -76,8 +76,10 @@ def discover(env: Mapping[str, str] = os.environ) -> Place:
 def _integer(env: Mapping[str, str], name: str) -> int:
     if name not in env:
         present = next(n for n in (*_LAUNCHED, *(n for names in _MPI for n in names), *_SLURM) if n in env)
-        raise ValueError(f"{name} is not set although {present} is: a launcher sets them together; "
-                         f"start with deepspeed, torchrun, mpirun or srun, or unset {present}")
+        raise ValueError(
+            f"{name} is not set although {present} is: a launcher sets them together; "
+            f"start with deepspeed, torchrun, mpirun or srun, or unset {present}"
+        )
     try:
         return int(env[name])
     except ValueError:
@@ -87,8 +89,10 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 def _checked(place: Place) -> Place:
     rank, size, local_rank, local_size, _ = place
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise ValueError(f"rank {rank} of {size} (local rank {local_rank} of {local_size}): must satisfy 0 <= rank < size and "
-                         "0 <= local rank < local size <= size; unset the variables of an earlier launcher")
+        raise ValueError(
+            f"rank {rank} of {size} (local rank {local_rank} of {local_size}): must satisfy 0 <= rank < size and "
+            "0 <= local rank < local size <= size; unset the variables of an earlier launcher"
+        )
     return place
 
 
@@ -119,14 +123,16 @@ def choose_device(wanted: str, place: Place, gpus: int) -> tuple[torch.device, s
     if wanted not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {wanted}: must be auto, cpu or cuda; the launcher chooses which GPU a rank uses")
     if wanted == "cuda" and not gpus:
-        raise ValueError("device cuda: this process sees no GPU; use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES")
+        raise ValueError("device cuda: this process sees no GPU; use --device cpu or check the driver and CUDA_VISIBLE_DEVICES")
     if wanted == "cpu" or not gpus:
         return torch.device("cpu"), "gloo" if place.size > 1 else "none"
-    # Slurm can bind one GPU to each task, which then is number 0 for all of them.
-    index = 0 if place.launcher == "slurm" and gpus == 1 else place.local_rank
-    if index >= gpus or (gpus > 1 and place.local_size > gpus):
-        raise ValueError(f"{place.local_size} ranks on host {socket.gethostname()}: more than its {gpus} GPUs; "
-                         f"start {gpus} ranks there or use --device cpu")
+    one_each = place.launcher == "slurm" and gpus == 1  # bound by srun: number 0 for every task
+    if place.local_size > gpus and not one_each:
+        raise ValueError(
+            f"{place.local_size} ranks on host {socket.gethostname()}: more than its {gpus} GPUs; "
+            f"start {gpus} ranks there or use --device cpu"
+        )
+    index = 0 if one_each else place.local_rank
     return torch.device("cuda", index), "nccl" if place.size > 1 else "none"
 
 
@@ -150,13 +156,17 @@ def choose_grid(tp: int, sp: int | None, size: int) -> tuple[int, int]:
     if tp < 1 or (sp is not None and sp < 1):
         raise ValueError(f"tp {tp}, sp {sp}: both must be at least 1; leave --sp away to use all ranks")
     if tp * (sp or size // tp) != size or size < tp:
-        raise ValueError(f"tp {tp} x sp {sp or 'world/tp'}: the product must be the number of ranks, {size}; "
-                         f"start {tp * (sp or 1)} ranks or change --tp / --sp")
+        raise ValueError(
+            f"tp {tp} x sp {sp or 'world/tp'}: the product must be the number of ranks, {size}; "
+            f"start {tp * (sp or 1)} ranks or change --tp / --sp"
+        )
     return tp, sp or size // tp
 
 
 def env_address(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     if "MASTER_ADDR" not in env:
-        raise ValueError("MASTER_ADDR is not set although RANK is: the launcher sets it; use deepspeed, torchrun, mpirun or srun")
+        raise ValueError(
+            "MASTER_ADDR is not set although RANK is: a launcher sets both; use deepspeed, torchrun, mpirun or srun"
+        )
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
     return env["MASTER_ADDR"], port

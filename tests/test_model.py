@@ -1,0 +1,495 @@
+"""Models load from every kind of source, run layer by layer, and what cannot be served is refused by name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from bitkv_dist import checkpoint, model
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
+}
+
+
+class LosslessCache:
+    """Concatenates keys and values and attends with a plain softmax: what a packed cache approximates."""
+
+    def __init__(self):
+        self.keys, self.values = {}, {}
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        if layer_idx in self.keys:
+            keys = torch.cat([self.keys[layer_idx], keys], dim=2)
+            values = torch.cat([self.values[layer_idx], values], dim=2)
+        self.keys[layer_idx], self.values[layer_idx], self.layer_idx = keys, values, layer_idx
+        return self, self
+
+    def attend(self, query, scaling):
+        keys, values = self.keys[self.layer_idx], self.values[self.layer_idx]
+        group = query.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        new, total = query.shape[2], keys.shape[2]
+        hidden = ~torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        scores = (query @ keys.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values).transpose(1, 2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A tiny random model of each served architecture, saved as a directory."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return {name: root / name for name in CONFIGS}
+
+
+@pytest.fixture
+def copy_of(folders, tmp_path):
+    """A copy of a tiny model with other entries in its config.json; without weights, so that a refusal precedes them."""
+
+    def copy(name: str, weights: bool = False, **entries) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(folders[name], folder, ignore=None if weights else shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((folder / "config.json").read_text()) | entries
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return copy
+
+
+def load(folder, **kwargs) -> model.ServedModel:
+    return model.load(str(folder), dtype=kwargs.pop("dtype", None), device=CPU, **kwargs)
+
+
+def run(served: model.ServedModel, cache: LosslessCache, ids: list[int], start: int) -> torch.Tensor:
+    """Feed `ids` from position `start` on; logits [1, vocabulary] after the last."""
+    hidden = served.embed(torch.tensor([ids]))
+    positions = torch.arange(start, start + len(ids))[None]
+    embeddings = served.rotary(hidden, positions)
+    for index in range(served.layers):
+        hidden = served.layer(index, hidden, positions, embeddings, cache)
+    return served.head(hidden[:, -1])
+
+
+def continue_greedily(served: model.ServedModel, prompt: list[int], chunks: list[int], new_tokens: int) -> list[int]:
+    cache, position, tokens = LosslessCache(), 0, []
+    for size in chunks:
+        logits = run(served, cache, prompt[position : position + size], position)
+        position += size
+    while True:
+        tokens.append(int(logits.argmax()))
+        if len(tokens) == new_tokens:
+            return tokens
+        logits = run(served, cache, tokens[-1:], position)
+        position += 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_and_chunks_give_the_tokens_of_generate(folders, name):
+    prompt = [3 + 7 * i % 128 for i in range(40)]
+    stock = AutoModelForCausalLM.from_pretrained(folders[name])
+    expected = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+    served = load(folders[name])
+    assert served.dtype == torch.float32
+    assert continue_greedily(served, prompt, [16, 16, 8], 12) == expected
+    assert continue_greedily(served, prompt, [40], 12) == expected
+    assert continue_greedily(served, prompt, [39, 1], 12) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(folders, dtype):
+    served = load(folders["llama"], dtype=dtype)
+    hidden = served.embed(torch.tensor([[3, 4, 5]]))
+    assert hidden.dtype == dtype
+    logits = served.head(hidden[:, -1])
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()
+
+
+def test_sizes(folders):
+    served = load(folders["qwen3"])
+    assert (served.layers, served.heads, served.kv_heads, served.head_dim) == (2, 4, 2, 32)
+    assert (served.local_heads, served.local_kv_heads, served.first_kv_head) == (4, 2, 0)
+    assert served.max_positions == 512
+    assert served.tokenizer is None
+    assert served.generation_config.eos_token_id == 2
+    assert not served.module.training
+
+
+def test_head_works_on_the_given_rows_only(folders):
+    served = load(folders["llama"])
+    hidden = torch.randn(3, 64)
+    assert served.head(hidden).shape == (3, 131)
+    torch.testing.assert_close(served.head(hidden)[1:2], served.head(hidden[1:2]))
+
+
+REFUSED = {
+    "an unknown architecture": ("llama", {"model_type": "gemma2"}, "gemma2"),
+    "an architecture transformers does not know": ("llama", {"model_type": "brandnew"}, "brandnew"),
+    "attention sinks": ("llama", {"model_type": "gpt_oss"}, "gpt_oss"),
+    "an encoder-decoder": ("llama", {"model_type": "t5"}, "t5"),
+    "another head": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    "encoder-decoder by flag": ("llama", {"is_encoder_decoder": True}, "encoder-decoder"),
+    "a window in every layer": ("mistral", {"sliding_window": 16}, "sliding_window 16"),
+    "a window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
+        "sliding_window 16",
+    ),
+    "rope that changes with length": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type dynamic",
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+            }
+        },
+        "rope_type longrope",
+    ),
+    "quantized weights": ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+    "softcap": ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    "head dim not a multiple of 8": ("qwen3", {"head_dim": 36}, "head_dim 36"),
+    "head dim with an odd part of 11": ("qwen3", {"head_dim": 88}, "head_dim 88"),
+    "a config nobody can build": ("llama", {"num_hidden_layers": "many"}, "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name_before_weights_load(copy_of, case):
+    name, entries, named = REFUSED[case]
+    with pytest.raises(ValueError) as refusal:
+        load(copy_of(name, **entries))
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+SERVED = {
+    "no window": ("mistral", {"sliding_window": None}),
+    "a window that is switched off": ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
+    "a window longer than any text": ("mistral", {"sliding_window": 512}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 256,
+            }
+        },
+    ),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "rope_theta": 5e5,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_served(copy_of, case):
+    name, entries = SERVED[case]
+    folder = copy_of(name, weights=True, **entries)
+    prompt = list(range(3, 43))
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    expected = stock.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+    assert continue_greedily(load(folder), prompt, [40], 4) == expected
+
+
+def test_yarn_extends_the_positions(copy_of):
+    name, entries = SERVED["yarn"]
+    assert model.max_positions_of(model.check(str(copy_of(name, **entries)))) == 1024
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 192, 256])
+def test_head_dims(copy_of, head_dim):
+    assert model.head_dim_of(model.check(str(copy_of("qwen3", head_dim=head_dim)))) == head_dim
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "named"),
+    [
+        ("llama", 3, "nearest that does is 2"),
+        ("llama", 4, "nearest that does is 2"),
+        ("llama", 0, "nearest that does is 1"),
+        ("phi3", 2, "phi3"),
+    ],
+)
+def test_tensor_parallel_refusals(copy_of, name, tp, named):
+    with pytest.raises(ValueError, match=f"tp {tp}: .*{named}"):
+        model.check(str(copy_of(name)), tp)
+
+
+def test_tensor_parallel_that_fits(copy_of):
+    model.check(str(copy_of("llama")), 2)
+
+
+RANK = """
+import importlib.util, os, sys
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+spec = importlib.util.spec_from_file_location("test_model", sys.argv[1])
+tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tests)
+torch.distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("sp", "tp"))
+rank, prompt = torch.distributed.get_rank(), list(range(3, 40))
+for folder in sys.argv[2:]:
+    whole = tests.load(folder)
+    shard = tests.load(folder, tp_mesh=mesh["tp"], tp=2, tp_rank=rank)
+    assert (shard.local_heads, shard.local_kv_heads, shard.first_kv_head) == (2, 1, rank)
+    assert shard.fingerprint == whole.fingerprint
+    caches = tests.LosslessCache(), tests.LosslessCache()
+    expected, logits = tests.run(whole, caches[0], prompt, 0), tests.run(shard, caches[1], prompt, 0)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(caches[1].keys[1], caches[0].keys[1][:, rank : rank + 1], atol=1e-4, rtol=0)
+    held = {parameter.to_local().data_ptr() for parameter in shard.module.parameters() if hasattr(parameter, "to_local")}
+    assert shard.module.lm_head.weight.to_local().data_ptr() in held
+    print("equal", flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_tensor_parallel_ranks_give_the_logits_of_one(folders, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    names = ("llama", "mistral", "qwen2", "qwen3")  # untied and tied heads, biases, query norms
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", tmp_path / "rank.py"]
+    finished = subprocess.run(
+        [*command, __file__, *(folders[name] for name in names)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("equal") == 2 * len(names)
+
+
+def test_dtype(folders):
+    with pytest.raises(ValueError, match="float64"):
+        load(folders["llama"], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("no/such/folder", "no/such/folder"),
+        ("/no/such/folder", "directory"),
+        ("weights.gguf", "no such file"),
+        ("smollm2-135M", "did you mean smollm2-135m"),
+        (__file__, "hub id"),
+        ("", "directory"),
+    ],
+)
+def test_sources_that_do_not_exist(source, named):
+    with pytest.raises(ValueError, match=named):
+        model.check(source)
+
+
+def test_directory_without_config(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        model.check(str(tmp_path))
+
+
+def test_weights_are_complete_or_refused(copy_of):
+    folder = copy_of("llama", weights=True)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing \(the first: model\.norm\.weight\)"):
+        load(folder)
+    save_file(weights | {"model.norm.weight": norm, "model.extra.weight": norm.clone()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"not part of the model \(the first: model\.extra\.weight\)"):
+        load(folder)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(folder)
+
+
+def test_fingerprint_tells_weights_apart(copy_of, folders):
+    original = load(folders["llama"]).fingerprint
+    folder = copy_of("llama", weights=True, transformers_version="0.0.0")
+    assert load(folder).fingerprint == original
+    assert 0 <= original < 1 << 64
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(weights, file, {"format": "pt"})
+    assert load(folder).fingerprint != original
+    rope = {"rope_type": "default", "rope_theta": 2e4}
+    other = json.loads((folders["llama"] / "config.json").read_text()) | {"rope_parameters": rope}
+    shutil.copy(folders["llama"] / "model.safetensors", file)
+    (folder / "config.json").write_text(json.dumps(other))
+    assert load(folder).fingerprint != original
+
+
+def test_fingerprint_is_the_same_in_another_process(folders):
+    code = (
+        "import sys, torch; from bitkv_dist import model; "
+        "print(model.load(sys.argv[1], dtype=None, device=torch.device('cpu')).fingerprint, 'deepspeed' in sys.modules)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", code, folders["llama"]], check=True, capture_output=True, text=True, timeout=120
+    ).stdout
+    assert printed.split() == [str(load(folders["llama"]).fingerprint), "False"]
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs, so that no other process can share it."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Anonymous line")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+def test_weights_stay_shared_between_processes(tmp_path):
+    config = LlamaConfig(**SIZES | {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weight_bytes = (tmp_path / "model.safetensors").stat().st_size
+    before = anonymous_bytes()
+    served = load(tmp_path)
+    assert all(torch.isfinite(parameter.sum()) for parameter in served.module.parameters())  # touches every page
+    assert anonymous_bytes() - before < weight_bytes / 4
+
+
+def test_gguf_is_converted_once_by_ranks_that_start_together(tmp_path, monkeypatch):
+    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
+    gguf = tmp_path / "tiny.Q4_0.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(1000))
+    conversions = []
+
+    def convert(source, folder, progress):
+        conversions.append(source)
+        threading.Event().wait(0.2)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    places = []
+    threads = [threading.Thread(target=lambda: places.append(checkpoint.localise(str(gguf)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert conversions == [gguf]
+    assert len(set(places)) == 1
+    assert (places[0] / "config.json").is_file()
+    moved = tmp_path / "elsewhere" / gguf.name
+    moved.parent.mkdir()
+    shutil.copy(gguf, moved)
+    assert checkpoint.localise(str(moved)) == places[0]
+    gguf.write_bytes(b"GGUF" + bytes(999) + b"\1")
+    assert checkpoint.localise(str(gguf)) != places[0]
+
+
+def test_interrupted_conversion_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+
+    def fail(source, folder, progress):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_convert", fail)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.localise(str(gguf))
+    monkeypatch.setattr(checkpoint, "_convert", lambda source, folder, progress: (folder / "config.json").touch())
+    place = checkpoint.localise(str(gguf))
+    assert [file.name for file in place.iterdir()] == ["config.json"]
+
+
+def test_unwritable_cache_is_named(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="set BITKV_CACHE"):
+        checkpoint.localise(str(gguf))
+
+
+def test_cache_folder(monkeypatch):
+    monkeypatch.setenv("BITKV_CACHE", "/a")
+    assert checkpoint.cache_folder() == Path("/a")
+    monkeypatch.delenv("BITKV_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert checkpoint.cache_folder() == Path("/b/bitkv_dist")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert checkpoint.cache_folder() == Path.home() / ".cache" / "bitkv_dist"
+
+
+@pytest.mark.parametrize("mark", [b"llama.rope.scaling.type", b"rope_freqs.weight"])
+def test_gguf_with_scaled_positions_is_refused(tmp_path, mark):
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(20) + mark + bytes(20))
+    with pytest.raises(ValueError, match="scaled rotary positions"):
+        model.check(str(gguf))
+
+
+def test_damaged_gguf_is_one_line(tmp_path):
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"not a model at all")
+    with pytest.raises(ValueError, match=r"tiny\.gguf: the GGUF metadata cannot be read"):
+        model.check(str(gguf))
+
+
+def test_built_in_model():
+    served = load("smollm2-135m")
+    assert (served.layers, served.heads, served.kv_heads, served.head_dim, served.max_positions) == (30, 9, 3, 64, 8192)
+    prompt = served.tokenizer("The capital of France is")["input_ids"]
+    assert served.tokenizer.decode(continue_greedily(served, prompt, [len(prompt)], 1)) == " Paris"
+    assert served.tokenizer.chat_template
