@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bitkv_dist.codec.interface import HeadShape, ReadCount, make_codec
+from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.partial import Partial, reduce_lanes
@@ -45,7 +45,6 @@ class PackedCache:
         """audit: also encode, and digest, the pages that other ranks own."""
         self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
         self.shard = shard or Shard()
-        self.codec = make_codec(config, heads)
         self.step = Step([])
         self.reads = ReadCount()
         self.exact_reads = ReadCount()
@@ -83,8 +82,9 @@ class PackedCache:
 
     @property
     def stored_bits_per_element(self) -> float:
-        """Bits per key or value element of a sealed page, all metadata counted."""
-        return self.codec.record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
+        """Bits per key or value element of a sealed page, all metadata counted, mean over layers."""
+        record_bytes = sum(layer.codec.record_bytes for layer in self.layers) / len(self.layers)
+        return record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
 
     def sealed_tokens(self, sequence: int) -> int:
         """Sealed tokens of a sequence over all ranks."""

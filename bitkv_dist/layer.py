@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import attend_dense
@@ -33,13 +34,13 @@ def digest(record: torch.Tensor) -> int:
 class SequenceState:
     """One sequence in one layer: exact rows [2 (K, V), HK, capacity, D] (sink tokens, then the recent window) and sealed pages."""
 
-    def __init__(self, cache: PackedCache) -> None:
+    def __init__(self, cache: PackedCache, record_bytes: int) -> None:
         shape, config = cache.heads, cache.config
         self.length = 0
         self.page_tokens, self.first_page = config.page_tokens, config.sink_rounded // config.page_tokens
         self.sealed_end = config.sink_rounded  # tokens before it are sealed, or in the sink
         self.exact = torch.zeros(2, shape.kv_heads, config.sink_rounded + config.recent_tokens + config.page_tokens, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, cache.codec.record_bytes, shape.device)
+        self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
 
     def exact_count(self, sink: int) -> int:
@@ -60,8 +61,8 @@ class PackedLayer:
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         self.cache, self.index = cache, index
-        self.codec = cache.codec
-        self.states = [SequenceState(cache) for _ in range(cache.sequences)]
+        self.codec = make_codec(cache.config, cache.heads, index)
+        self.states = [SequenceState(cache, self.codec.record_bytes) for _ in range(cache.sequences)]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
 
@@ -133,7 +134,7 @@ class PackedLayer:
         wanted = [i for i, own in enumerate(owned) if own or self.cache.audit]
         if not wanted:
             return
-        records = self.codec.encode(self.index, pages[0, wanted], pages[1, wanted])
+        records = self.codec.encode(pages[0, wanted], pages[1, wanted])
         for i, record in zip(wanted, records, strict=True):
             granule, place = divmod(first + i, per_granule)
             if owned[i]:
@@ -169,7 +170,7 @@ class PackedLayer:
         for sequence, query, rows, root in zip(step.sequences, queries, self.rows, roots, strict=True):
             if step.count_reads:
                 self.cache.count_exact(rows)
-            whole = merge(self.codec.finish(self.index, root), self.exact_partial(query, rows))
+            whole = merge(self.codec.finish(root), self.exact_partial(query, rows))
             outputs.append(whole.normalised().transpose(0, 1).flatten(1, 2))  # [n, H, D]
             if query.shape[1] > 1:
                 self.keep(sequence, self.seal_due(sequence, self.states[sequence].length, rows))
@@ -186,10 +187,10 @@ class PackedLayer:
         state, nodes, heads = self.states[sequence], self.cache.shard.nodes, query.shape[:3]
         if not state.sealed.granules:
             return empty((nodes, *heads), query.shape[-1], query.device)
-        prepared = self.codec.prepare(self.index, query)
+        prepared = self.codec.prepare(query)
         parts = []
         for records, granules in state.sealed.blocks(max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS))):
-            part, reads = self.codec.attend(self.index, prepared, records, self.pages_valid(granules, state))
+            part, reads = self.codec.attend(prepared, records, self.pages_valid(granules, state))
             parts.append(part)
             if self.cache.step.count_reads:
                 self.cache.reads.add(reads)

@@ -18,31 +18,31 @@ class DenseAttention:
     tokens: int
     record_bytes: int
 
-    def prepare(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def prepare(self, q: torch.Tensor) -> torch.Tensor:
         return q
 
-    def attend(self, layer: int, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
-        k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(layer, records))  # [n, HK, pages * P, D]
+    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+        k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]
         count = ReadCount(pages * self.record_bytes * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
         return Partial(*reference.attend_dense(query, k, v, valid)), count
 
-    def finish(self, layer: int, partial: Partial) -> Partial:
+    def finish(self, partial: Partial) -> Partial:
         return partial
 
 
 class ExactCodec(DenseAttention):
     """Keys and values as they came; see interface.Codec."""
 
-    def __init__(self, config: CacheConfig, heads: HeadShape) -> None:
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.heads, self.tokens = heads, config.page_tokens
         self.layout = RecordLayout(*((side, heads.dtype, (self.tokens, heads.head_dim)) for side in "KV"))
         self.record_bytes = self.layout.bytes
 
-    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
         return self.layout.write(records, K=k, V=v)
 
-    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layout.view(records, "K").float(), self.layout.view(records, "V").float()

@@ -40,31 +40,31 @@ class ReadCount:
 
 
 class Codec(Protocol):
-    """Pages of P tokens become records of `record_bytes` bytes per KV head; bytes are a function of the page's tokens alone."""
+    """One layer's codec. Pages of P tokens become records of `record_bytes` bytes per KV head, a function of the page's tokens alone."""
 
     record_bytes: int
 
-    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
 
-    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 [..., HK, record_bytes] -> k, v fp32 [..., HK, P, D]: what the stored bits stand for."""
 
-    def prepare(self, layer: int, q: torch.Tensor) -> Any:
+    def prepare(self, q: torch.Tensor) -> Any:
         """Queries fp32 [HK, Q, G, D], multiplied by softmax scale * log2 e, in the form that `attend` takes; done once per layer and step."""
 
-    def attend(self, layer: int, query: Any, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+    def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
         """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
         m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space."""
 
-    def finish(self, layer: int, partial: Partial) -> Partial:
+    def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""
 
 
-def make_codec(config: CacheConfig, heads: HeadShape) -> Codec:
-    """The codec that `config.codec` names."""
+def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
+    """The codec that `config.codec` names, for one layer."""
     from bitkv_dist.codec.exact import ExactCodec
     from bitkv_dist.codec.minmax import MinMaxCodec
     from bitkv_dist.codec.planes import PlanesCodec
 
-    return {"planes": PlanesCodec, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads)
+    return {"planes": PlanesCodec, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)

@@ -15,7 +15,7 @@ from bitkv_dist.kernels.reference import to_half
 class MinMaxCodec(DenseAttention):
     """INT2, INT4 or INT8 pages; see interface.Codec."""
 
-    def __init__(self, config: CacheConfig, heads: HeadShape) -> None:
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.heads, self.tokens = heads, config.page_tokens
         self.bits = {"K": config.key_bits, "V": config.value_bits}
         dim = heads.head_dim
@@ -30,7 +30,7 @@ class MinMaxCodec(DenseAttention):
         )
         self.record_bytes = self.layout.bytes
 
-    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
         for side, x in (("K", k), ("V", v)):
             groups, axis = self.grouped(x.float(), side)
@@ -42,7 +42,7 @@ class MinMaxCodec(DenseAttention):
             self.layout.write(records, **{side + "codes": pack_fields(code, self.bits[side]), side + "scale": scale.squeeze(axis), side + "low": low.squeeze(axis)})
         return records
 
-    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.restore(records, "K"), self.restore(records, "V")
 
     def restore(self, records: torch.Tensor, side: str) -> torch.Tensor:

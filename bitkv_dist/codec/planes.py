@@ -27,30 +27,27 @@ NOISE = {
 
 
 class PlanesCodec:
-    """Bit-plane pages of one rank's KV heads; see interface.Codec."""
+    """Bit-plane pages of one layer and rank; see interface.Codec."""
 
-    def __init__(self, config: CacheConfig, heads: HeadShape) -> None:
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         reference.split_dim(heads.head_dim)
         self.config, self.heads = config, heads
         self.key_low = config.key_bits - config.key_scan_bits
         self.value_low = config.value_bits - config.value_scan_bits
         self.layout = page_layout(config, heads.head_dim)
         self.record_bytes = self.layout.bytes
-        self.signs = {
-            side: [layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for layer in range(heads.layers)]
-            for side in "KV"
-        }
+        self.signs = {side: layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.noise = NOISE if config.correction else dict.fromkeys(NOISE, 0.0)
         rule = config.refine
         self.selection = reference.Selection(rule.value, rule.min_tokens, rule.granularity == "group") if config.refines else None
 
-    def encode(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
         for side, x in (("K", k), ("V", v)):
             bits, scan_bits = self.depth(side)
             # Values always take the least-squares scale: it is their sum that counts, not their rank.
             unbiased = side == "K" and self.config.score == "unbiased"
-            plane = reference.encode(x.float(), self.signs[side][layer], bits, scan_bits, side, unbiased)
+            plane = reference.encode(x.float(), self.signs[side], bits, scan_bits, side, unbiased)
             self.store(records, side, plane)
         return records
 
@@ -75,20 +72,20 @@ class PlanesCodec:
             return reference.Plane(planes, records[..., None, :0], scan, scan, centroid)
         return reference.Plane(planes, self.layout.view(records, side + "low"), scan, self.layout.view(records, side + "full"), centroid)
 
-    def decode(self, layer: int, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (reference.decode(self.load(records, side), self.signs[side][layer], *self.depth(side), side) for side in "KV")
+    def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (reference.decode(self.load(records, side), self.signs[side], *self.depth(side), side) for side in "KV")
         return k, v
 
-    def prepare(self, layer: int, q: torch.Tensor) -> reference.Query:
-        return reference.quantize_query(q, self.signs["K"][layer])
+    def prepare(self, q: torch.Tensor) -> reference.Query:
+        return reference.quantize_query(q, self.signs["K"])
 
-    def attend(self, layer: int, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
         keys, values = self.load(records, "K"), self.load(records, "V")
         found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, self.selection)
         return Partial(found.m, found.l, found.o), self.count_reads(page_valid, found.refined)
 
-    def finish(self, layer: int, partial: Partial) -> Partial:
-        return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][layer][:, None, None, :]))
+    def finish(self, partial: Partial) -> Partial:
+        return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][:, None, None, :]))
 
     def count_reads(self, page_valid: torch.Tensor, refined: torch.Tensor | None) -> ReadCount:
         """Planes, scan scales and centroids of every sealed token; low bits and full scales of the refined ones, once per KV head."""
