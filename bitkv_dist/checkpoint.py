@@ -21,6 +21,7 @@ from unittest import mock
 
 from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, modeling_gguf_pytorch_utils
 from transformers.utils import logging as transformers_logging
@@ -81,7 +82,7 @@ def read_config(source: str) -> PreTrainedConfig:
         if not converted.is_dir():
             return copy.deepcopy(_read_gguf_config(place))
         place = converted
-    with _one_line(source, "its config.json cannot be used"):
+    with quiet(), _one_line(source, "its config.json cannot be used"):
         return AutoConfig.from_pretrained(place)
 
 
@@ -90,7 +91,7 @@ def read_model_type(source: str) -> str:
     place = locate(source)
     if isinstance(place, Path) and place.suffix == ".gguf":
         return read_config(source).model_type
-    with _one_line(source, "no such directory, and the hub has no config.json for it"):
+    with quiet(), _one_line(source, "no such directory, and the hub has no config.json for it"):
         written, _ = PreTrainedConfig.get_config_dict(place)
     return str(written.get("model_type", "unknown"))
 
@@ -113,14 +114,17 @@ def read_tokenizer(place: Path | str):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and warnings from transformers: only the launch scripts write to the terminal."""
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    """No bars of transformers, no warnings of it or of the hub: only the launch scripts write to the terminal."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    verbosities = [(library, library.get_verbosity()) for library in (transformers_logging, hub_logging)]
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     try:
+        for library, _ in verbosities:
+            library.set_verbosity_error()
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        for library, verbosity in verbosities:
+            library.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 
@@ -135,7 +139,7 @@ def _read_gguf_config(gguf: Path) -> PreTrainedConfig:
                     f"model {gguf.name}: scaled rotary positions ({mark.decode().strip('.')}) are not read from GGUF; "
                     "use the model's safetensors"
                 )
-    with _one_line(gguf.name, "the GGUF metadata cannot be read"):
+    with quiet(), _one_line(gguf.name, "the GGUF metadata cannot be read"):
         return _plain(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
 
 

@@ -108,7 +108,7 @@ class Engine:
 
     def begin(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """A new cache filled with the prompts; fp32 logits [sequences, vocab] of their last tokens."""
-        self.check_lengths(prompts)
+        self.check_lengths(prompts, [0] * len(prompts))
         ranks, rank, chunk = self.mesh.sp, self.mesh.sp_rank, self.config.chunk
         shard = Shard(
             rank, ranks, placement.residue_count(ranks),
@@ -131,7 +131,7 @@ class Engine:
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
         turns = [pending + prompt for pending, prompt in zip(self.pending, prompts, strict=True)]
-        self.check_lengths(turns)
+        self.check_lengths(turns, [self.cache.length(sequence) for sequence in range(self.cache.sequences)])
         for history, prompt in zip(self.histories, prompts, strict=True):
             history += prompt
         return self.model.head(prefill.packed(self.model, self.cache, turns, self.config.chunk, progress))
@@ -150,11 +150,11 @@ class Engine:
             schedule.append(parts)
         return schedule
 
-    def check_lengths(self, prompts: list[list[int]]) -> None:
-        for sequence, prompt in enumerate(prompts):
+    def check_lengths(self, prompts: list[list[int]], held_tokens: list[int]) -> None:
+        """held_tokens: what the cache keeps of each sequence before its prompt."""
+        for sequence, (prompt, held) in enumerate(zip(prompts, held_tokens, strict=True)):
             if not prompt:
                 raise ValueError(f"prompt {sequence}: has no tokens; give some text")
-            held = self.cache.length(sequence) if self.cache is not None and self.pending else 0
             if held + len(prompt) > self.model.max_positions:
                 raise ValueError(f"prompt {sequence}: {held + len(prompt)} tokens, but {self.model.name} has {self.model.max_positions} positions; shorten it")
 

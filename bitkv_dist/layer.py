@@ -117,7 +117,8 @@ class PackedLayer:
         """Seal the pages that are due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns the rows that stay exact."""
         config, state = self.cache.config, self.states[sequence]
         page, sink = config.page_tokens, config.sink_rounded
-        end = max(state.sealed_end, (length - config.recent_tokens) // page * page)
+        recent = max(1, config.recent_tokens)  # the newest token is always exact: a step seals before it has stored its own
+        end = max(state.sealed_end, (length - recent) // page * page)
         count = end - state.sealed_end
         if count == 0:
             return rows

@@ -481,9 +481,12 @@ def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch
     shape = (k.shape[0], *q.shape[:3])
     if k.shape[-2] == 0:
         return q.new_full(shape, -math.inf), q.new_zeros(shape), q.new_zeros(*shape, q.shape[-1])
+    if k.shape[:2] == (1, 1):  # a lone matrix product may be split among threads, in an order of its own; one of two never is
+        k, v = k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)
     scores = (q.flatten(1, 2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[1:3])
     if valid is not None:
         scores = torch.where(valid, scores, -math.inf)
     m = scores.amax(-1)
     p = exp2(scores - torch.where(torch.isinf(m), 0.0, m).unsqueeze(-1))
-    return m, fold_sum(p), (p.flatten(2, 3) @ v).unflatten(-2, q.shape[1:3])
+    o = (p.flatten(2, 3) @ v).unflatten(-2, q.shape[1:3])
+    return m[: shape[0]], fold_sum(p)[: shape[0]], o[: shape[0]]

@@ -7,6 +7,7 @@ Only the standard library is imported here, so that --help and bad flags answer 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import sys
@@ -19,7 +20,7 @@ from typing import NoReturn
 INTERRUPTED, BROKEN_PIPE = 130, 141
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_OTHERS_SPEAK_S = 3.0  # before there is a mesh: time for rank 0 to say it, and for the launcher to end this rank
+_OTHERS_FAIL_S = 1.5  # how much later than the first a rank of the same host may meet the same error
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,15 +44,12 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
     argv = sys.argv[1:] if argv is None else argv
     _leave_source_folder()
     try:
-        status = main(argv) or 0
-        sys.stdout.flush()
-        mesh = _mesh()
-        if mesh is not None:
-            mesh.close()
-    except SystemExit as leaving:
-        status = _leave(leaving.code)
+        status = _finish(main(argv) or 0)
     except BaseException as error:
-        status = _fail(error, name, debug="--debug" in argv or bool(os.environ.get("BITKV_DEBUG")))
+        if isinstance(error, SystemExit) and not error.code:  # --help
+            status = _finish(0)
+        else:
+            status = _fail(error, name, debug="--debug" in argv or bool(os.environ.get("BITKV_DEBUG")))
     _exit(status)
 
 
@@ -71,59 +69,70 @@ def output_file(text: str) -> Path:
 
 def launched_rank() -> int:
     """This process's rank by the launcher's variables, before anything heavy is imported; 0 without a launcher."""
-    value = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
-    return int(value) if value.isdecimal() else 0
+    return _first_number(_RANKS, 0)
 
 
-def _leave(code: int | str | None) -> int:
-    """sys.exit from inside: of --help, of a flag that is wrong, or after a mesh was started, where the others must go too."""
-    status = code if isinstance(code, int) else int(code is not None)
-    mesh = _mesh()
-    first = mesh is None or mesh.fail(f"exit status {status}", status)
-    if isinstance(code, str) and first:
-        say(code)
-    if mesh is not None:
-        mesh.linger()
+def launched_size() -> int:
+    return _first_number(_SIZES, 1)
+
+
+def _first_number(names: tuple[str, ...], default: int) -> int:
+    value = next((os.environ[name] for name in names if name in os.environ), "")
+    return int(value) if value.isdecimal() else default
+
+
+def _finish(status: int) -> int:
+    sys.stdout.flush()
+    if mesh := _mesh():
+        mesh.close()
     return status
 
 
 def _fail(error: BaseException, name: str, debug: bool) -> int:
     """Report `error` once for the whole job and return the exit status."""
-    status, message = _describe(error, name)
     mesh = _mesh()
-    if mesh is None:
-        # Others may be failing in the same way: rank 0 speaks for all, and the launcher then ends the others as they wait.
-        time.sleep(0 if launched_rank() == 0 else _OTHERS_SPEAK_S)
-        mine = True
-    else:
-        from bitkv_dist.parallel.alarm import lost_peer
-
-        if why := lost_peer(error):  # a rank that fails raises the alarm before it goes, so then `fail` tells us to be quiet
-            message = f"{_who()}: lost another rank without a word from it, perhaps killed or out of memory ({why})"
-        mine = mesh.fail(message, status)
-    if mine and message:
-        say(message)
-    if debug and not isinstance(error, KeyboardInterrupt):
-        traceback.print_exception(error)
-    if mesh is not None:
-        mesh.linger()
+    status, message = _describe(error, name, started=mesh is not None)
+    with contextlib.ExitStack() as until_all_know:
+        if mesh is not None:
+            mine = mesh.fail(message, status)
+            until_all_know.callback(mesh.linger)
+        else:
+            mine = launched_size() == 1 or _speaks_for_host(until_all_know)
+        if mine and message:
+            say(message)
+        if debug and not isinstance(error, KeyboardInterrupt):
+            traceback.print_exception(error)
     return status
 
 
-def _describe(error: BaseException, name: str) -> tuple[int, str]:
+def _describe(error: BaseException, name: str, started: bool) -> tuple[int, str]:
     """(exit status, what to print; nothing where the user knows already)."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE, ""
+    if isinstance(error, SystemExit):
+        return (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
+    rank = f"rank {launched_rank()} of {launched_size()} (host {socket.gethostname()})"
     if isinstance(error, ValueError):
-        return 2, f"bitkv {name}: {_one_line(error)}"
-    return 1, f"{_who()}: {type(error).__name__}: {_one_line(error)}"
+        return 2, f"bitkv {name}: {_one_line(error)}" + (f" [{rank}]" if started and launched_size() > 1 else "")
+    if started and (why := _lost_peer(error)):
+        return 1, f"bitkv: {rank}: lost another rank without a word from it, perhaps killed or out of memory ({why})"
+    return 1, f"bitkv: {rank}: {type(error).__name__}: {_one_line(error)}"
 
 
-def _who() -> str:
-    size = next((os.environ[name] for name in _SIZES if name in os.environ), "1")
-    return f"bitkv: rank {launched_rank()} of {size} (host {socket.gethostname()})"
+def _speaks_for_host(until: contextlib.ExitStack) -> bool:
+    """Before there is a mesh, ranks tend to fail alike: True for the first of those that one launcher started on this host.
+
+    It holds a name in the kernel (an abstract socket, which ends with the process) while the others find it taken.
+    """
+    claim = until.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    try:
+        claim.bind(f"\0bitkv-{os.getppid()}")
+    except OSError:
+        return False
+    until.callback(time.sleep, _OTHERS_FAIL_S)
+    return True
 
 
 def _one_line(message: object) -> str:
@@ -134,6 +143,12 @@ def _mesh():
     """The started mesh, without importing torch only to learn that there is none."""
     module = sys.modules.get("bitkv_dist.parallel.mesh")
     return module.current() if module else None
+
+
+def _lost_peer(error: BaseException) -> str | None:
+    from bitkv_dist.parallel.alarm import lost_peer
+
+    return lost_peer(error)  # a rank that fails raises the alarm before it goes: then `Mesh.fail` keeps the others quiet
 
 
 def _leave_source_folder() -> None:

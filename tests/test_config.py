@@ -1,4 +1,4 @@
-"""Strict configuration: what is accepted, what is refused, and that a refusal says field, value, rule and remedy in one line."""
+"""Strict configuration: what is accepted, what is refused, and a refusal's one line: field, value, rule, remedy."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ from bitkv_dist.config import CacheConfig, GenerateConfig, ParallelConfig, Refin
 from bitkv_dist.preset import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPECTED_PRESETS = "1bit 2bit 4bit demo exact minmax2 minmax4 tiered2 tiered4 tiered4-2".split()
+EXPECTED_PRESETS = ["1bit", "2bit", "4bit", "demo", "exact", "minmax2", "minmax4", "tiered2", "tiered4", "tiered4-2"]
 
 
 def refusal(preset="4bit", **overrides) -> str:
@@ -65,7 +65,9 @@ def test_scan_depth_is_per_kind():
     assert CacheConfig(key_bits=4, value_bits=2, scan_bits=4).refine is None
 
 
-@pytest.mark.parametrize(("asked", "page", "rounded"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256), (65, 64, 128)])
+@pytest.mark.parametrize(
+    ("asked", "page", "rounded"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256), (65, 64, 128)]
+)
 def test_sink_is_rounded_up_to_pages(asked, page, rounded):
     assert CacheConfig(sink_tokens=asked, page_tokens=page).sink_rounded == rounded
 
@@ -169,9 +171,9 @@ def test_refinement_fields():
 
 
 def test_direct_construction_is_checked_too():
-    with pytest.raises(ValueError, match="cache.key_bits"):
+    with pytest.raises(ValueError, match=r"cache\.key_bits"):
         CacheConfig(key_bits=7)
-    with pytest.raises(ValueError, match="generate.stop"):
+    with pytest.raises(ValueError, match=r"generate\.stop"):
         GenerateConfig(stop=["a"])
     assert isinstance(GenerateConfig(temperature=1).temperature, float)
     assert isinstance(ParallelConfig(step_timeout_s=5).step_timeout_s, float)

@@ -3,14 +3,15 @@
 import io
 import json
 import os
-import signal
+import shlex
 import subprocess
 import sys
-import time
-from pathlib import Path
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import ROOT, launched, run_command
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,9 +21,10 @@ from bitkv_dist.launch.dialogue import turns
 from bitkv_dist.launch.display import Bar, Texts
 from bitkv_dist.parallel import mesh as meshes
 
-ROOT = Path(__file__).resolve().parent.parent
 POSITIONS = 400
-CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 REPORT = {
     "schema": None,
     "text": None,
@@ -30,8 +32,8 @@ REPORT = {
     "prompt_tokens": None,
     "finish_reason": None,
     "world": {"size", "tp", "sp", "backend", "device"},
-    "kv": {"codec", "key_bits", "value_bits", "stored_bits_per_element", "read_bits_per_element", "read_bits_total", "ratio_total"}
-    | {"bytes_total", "bytes_per_rank", "bf16_bytes", "ratio", "sealed_tokens", "exact_tokens"},
+    "kv": {"codec", "key_bits", "value_bits", "stored_bits_per_element", "read_bits_per_element", "read_bits_total"}
+    | {"ratio", "ratio_total", "bytes_total", "bytes_per_rank", "bf16_bytes", "sealed_tokens", "exact_tokens"},
     "timing": {"load_s", "prefill_s", "prefill_tokens_per_s", "first_token_s", "decode_s", "decode_tokens_per_s"},
     "memory": {"peak_rss_bytes_per_rank"},
     "digest": {"rotation", "cache"},
@@ -67,7 +69,7 @@ def reference(tokenizer):
         eos_token_id=None,
     )
     model = LlamaForCausalLM(config).eval()
-    model.generation_config = GenerationConfig(repetition_penalty=1.1)
+    model.generation_config = GenerationConfig(repetition_penalty=1.1, eos_token_id=tokenizer.eos_token_id)
     return model
 
 
@@ -176,15 +178,14 @@ def test_report_has_exactly_the_promised_keys(run):
 
 
 def test_several_prompts_do_not_mix(run, reference, tokenizer, tmp_path):
-    path = tmp_path / "it's & \"x\".txt"
+    path = tmp_path / 'it\'s & "x".txt'
     path.write_bytes(b"\xef\xbb\xbfthird prompt\r\n")
-    out, report = run("--config", "exact", "--prompt", "one", "--prompt", "second", "--prompt-file", str(path), "--max-new-tokens", "12")
-    assert report["token_ids"] == [expected(reference, tokenizer, text, 12) for text in ("one", "second", "third prompt")]
-    headed = [f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(report["text"], 1)]
-    assert out == "".join(headed)
-    quiet, again = run(
-        "--config", "exact", "--prompt", "one", "--prompt", "second", "--prompt-file", str(path), "--max-new-tokens", "12", "--no-stream"
-    )
+    argv = ("--config", "exact", "--prompt", "one", "--prompt", "second", "--prompt-file", str(path), "--max-new-tokens", "12")
+    out, report = run(*argv)
+    texts = ("one", "second", "third prompt")
+    assert report["token_ids"] == [expected(reference, tokenizer, text, 12) for text in texts]
+    assert out == "".join(f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(report["text"], 1))
+    quiet, again = run(*argv, "--no-stream")
     assert quiet == out and again["token_ids"] == report["token_ids"]
 
 
@@ -215,7 +216,8 @@ def test_chat_applies_the_template(run):
 
 def test_json_on_stdout_takes_the_place_of_the_text(folder, capsys):
     try:
-        assert generate.main(["--model", folder, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "4", "--json", "-"]) == 0
+        argv = ["--model", folder, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "4", "--json", "-"]
+        assert generate.main(argv) == 0
     finally:
         meshes.current().close()
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == [2]
@@ -241,12 +243,11 @@ def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch, capsys):
 
 
 class _Alone:
-    """A mesh of one that counts what rank 0 had to say."""
+    """A mesh of one that counts how often rank 0 spoke."""
 
-    class world:  # noqa: N801
-        rank = 0
+    world = SimpleNamespace(rank=0)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.said = 0
 
     def broadcast(self, turn):
@@ -258,26 +259,13 @@ def test_rank_0_speaks_up_while_nothing_is_typed():
     """Other ranks wait in a collective that has a timeout: the person at the keyboard has none."""
     reading, writing = os.pipe()
     mesh = _Alone()
-    with os.fdopen(reading) as source, os.fdopen(writing, "w") as keys:
-        taken = turns(mesh, lambda line: [len(line)], patience_s=0.02, source=source)
-        time.sleep(0.1)
-        keys.write("four\n")
-        keys.flush()
-        assert next(taken) == [4]
-        said = mesh.said
-        keys.close()
-        assert list(taken) == [] and mesh.said > said
-    slow = _Alone()
-    reading, writing = os.pipe()
     with os.fdopen(reading) as source:
-        keyboard = turns(slow, lambda line: [1], patience_s=0.02, source=source)
-        os.set_blocking(writing, True)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        import threading
-
-        threading.Timer(0.5, os.close, (writing,)).start()
-        assert list(keyboard) == []
-    assert slow.said > 5
+        taken = turns(mesh, lambda line: [len(line)], patience_s=0.02, source=source)
+        threading.Timer(0.5, os.write, (writing, b"four\n\nsix or\r\n")).start()
+        assert next(taken) == [4] and mesh.said > 5
+        assert next(taken) == [6]
+        os.close(writing)
+        assert list(taken) == []
 
 
 def test_bar_only_on_a_terminal():
@@ -302,17 +290,11 @@ def test_two_ranks_follow_the_conversation(folder, tmp_path):
     """Real processes: turns typed on rank 0 reach the other rank, also after a pause longer than a collective may take."""
     path, preset = tmp_path / "report.json", tmp_path / "run.yaml"
     preset.write_text("cache: {codec: exact, key_bits: 16, value_bits: 16}\nparallel: {step_timeout_s: 4}\n")
-    argv = ["--nproc-per-node", "2", "--master-port", "0", "-m", "bitkv_dist.launch.generate", "--model", folder, "--device", "cpu"]
-    argv += ["--config", str(preset), "--interactive", "--no-chat", "--max-new-tokens", "4", "--json", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *argv]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as job:
-        job.stdin.write("once upon\n")
-        job.stdin.flush()
-        first = job.stdout.readline()
-        time.sleep(5)
-        out, err = job.communicate(" and then\n", timeout=60)
-    assert job.returncode == 0, err
+    argv = ["--model", folder, "--device", "cpu", "--config", preset, "--interactive", "--no-chat", "--max-new-tokens", "4"]
+    command = launched("torchrun", 2, ROOT / "launch" / "generate.py", *map(str, [*argv, "--json", path]))
+    typed = f"(echo 'once upon'; sleep 25; echo ' and then') | exec {shlex.join(command)}"  # 25 s: start-up, then a pause
+    ended = run_command(["sh", "-c", typed], timeout_s=90)
+    assert ended.status == 0, ended.err
     report = json.loads(path.read_text())
     assert report["prompt_tokens"] == [9, 9] and report["world"]["size"] == 2
-    assert first + out == "".join(f"{text}\n" for text in report["text"])
+    assert ended.out == "".join(f"{text}\n" for text in report["text"])

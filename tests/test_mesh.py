@@ -1,8 +1,8 @@
 """Who is who under each launcher, what a rank may use of its machine, and the collectives: CASES.md C31, C33, C35, C37."""
 
 import os
+import re
 import socket
-import sys
 
 import pytest
 import torch
@@ -196,26 +196,21 @@ def script(tmp_path_factory):
 def test_ranks_under_a_launcher(launcher, script):
     ended = run_command(launched(launcher, 2, script, "60"))
     assert ended.status == 0, ended.err
-    seen = [line for line in ended.out.splitlines() if line.startswith(launcher)]
-    assert seen == [f"{launcher} [(0, 0, 2), (1, 1, 2)]"] * 2
+    assert ended.out.count(f"{launcher} [(0, 0, 2), (1, 1, 2)]") == 2, ended.out
 
 
-def refusal_of(env: dict[str, str], timeout: str = "1") -> str:
-    code = START.replace("import sys", "import sys\nsys.tracebacklimit = 0")
-    ended = run_command([sys.executable, "-c", code, timeout], **env)
-    assert ended.status == 1
-    return ended.err.strip().splitlines()[-1]
+def test_a_busy_port_and_missing_ranks_are_named(monkeypatch):
+    def refusal(rank: int, port: int) -> str:
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+        for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError) as refused:
+            start(ParallelConfig(device="cpu", start_timeout_s=1))
+        assert not torch.distributed.is_initialized()
+        return str(refused.value)
 
-
-def test_a_busy_port_and_missing_ranks_are_named():
-    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
-        said = refusal_of(alone | {"MASTER_PORT": str(port)})
-        assert said.startswith(f"ValueError: port {port} on ") and "--master_port" in said
-    said = refusal_of(alone | {"MASTER_PORT": str(free_port())})
-    assert said.startswith("ValueError: start_timeout_s 1: not all 2 ranks")
-    said = refusal_of(alone | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": str(free_port())})
-    assert said.startswith("ValueError: rank 0 at 127.0.0.1:") and "--master_port" in said
-
-
+        assert re.match(f"port {port} on .*: already in use.*--master_port$", refusal(0, port))
+    assert re.match("start_timeout_s 1: not all 2 ranks came up in that time", refusal(0, free_port()))
+    assert re.match(r"rank 0 at 127.0.0.1:\d+: did not answer within 1 s; .*--master_port$", refusal(1, free_port()))

@@ -69,7 +69,9 @@ def test_greedy_equals_generate(model, rules):
         assert got == reference(model, prompt, settings)
 
 
-@pytest.mark.parametrize("rules", [{}, {"min_p": 0.1}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.02}, {"top_h": 0.5}])
+@pytest.mark.parametrize(
+    "rules", [{}, {"min_p": 0.1}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.02}, {"top_h": 0.5}]
+)
 def test_sampling_keeps_the_tokens_generate_would_keep(model, rules):
     """The share of each token over many draws, against the scores that `generate` samples from."""
     generate = GenerateConfig(temperature=0.7, top_k=20, top_p=0.9, sampling_seed=1)
@@ -196,4 +198,6 @@ def test_what_is_not_served_is_refused_by_name(name, value):
 
 def test_usual_settings_are_served():
     refuse_unserved(GenerationConfig())
-    refuse_unserved(GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, num_beams=1, repetition_penalty=1.05))
+    refuse_unserved(
+        GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, num_beams=1, repetition_penalty=1.05)
+    )

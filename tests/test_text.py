@@ -24,7 +24,8 @@ def byte_level(add_bos: bool = False, chat: str | None = None) -> PreTrainedToke
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<e>", "<u>"])
     if add_bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+        bos = ("<s>", tokenizer.token_to_id("<s>"))
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[bos])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<e>")
     wrapped.chat_template = chat
     return wrapped
@@ -165,14 +166,20 @@ def test_streaming_is_linear_in_the_number_of_tokens():
     ],
 )
 def test_prompt_files(tmp_path, content, text):
-    path = tmp_path / "it's & \"x\".txt"
+    path = tmp_path / 'it\'s & "x".txt'
     path.write_bytes(content)
     assert read_prompt_file(str(path)) == text
 
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [(b"", "is empty"), (b"\n", "is empty"), (b"\xef\xbb\xbf", "is empty"), (b"ab\xff", "not UTF-8 (byte 2)"), (None, "No such file")],
+    [
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"ab\xff", "not UTF-8 (byte 2)"),
+        (None, "No such file"),
+    ],
 )
 def test_prompt_files_refused(tmp_path, content, part):
     path = tmp_path / "prompt.txt"
@@ -219,7 +226,8 @@ def test_turns_continue_the_template():
     said = ids_of("hello")
     messages = [("user", "hi"), ("assistant", "hello"), ("user", "bye")]
     whole = [{"role": role, "content": content} for role, content in messages]
-    expected = tokenizer(tokenizer.apply_chat_template(whole, add_generation_prompt=True, tokenize=False), add_special_tokens=False).input_ids
+    rendered = tokenizer.apply_chat_template(whole, add_generation_prompt=True, tokenize=False)
+    expected = tokenizer(rendered, add_special_tokens=False).input_ids
     ended = [*said, tokenizer.eos_token_id]
     assert first + ended + encode_turn(tokenizer, "bye", True, ended[-1]) == expected
     assert first + said + encode_turn(tokenizer, "bye", True, said[-1]) == expected

@@ -240,7 +240,8 @@ class Mesh:
         if self._alarm is not None:
             self.gather_objects(None)  # nobody may still need the others, or the store that rank 0 serves
             self._alarm.stop()
-            self._alarm = None
+            self._alarm = self._sp_group = self.tp_mesh = None
+            self._groups.clear()  # gloo's threads end with their group, which must be before the interpreter does
             dist.destroy_process_group()
 
 

@@ -1,0 +1,130 @@
+"""CPU kernels in C++ behind ctypes: twins of kernels/reference.py that read the packed pages in place.
+
+The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-512 VNNI) are compiled side by side and
+chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
+
+
+class Layout(ctypes.Structure):
+    """The page record: sizes, bits and scanned bits of keys and values, byte offsets of the fields (see interface.hpp)."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "dim", "kv_heads", "pages", "record_bytes")] + [
+        (name, ctypes.c_int64 * 2) for name in ("bits", "scan_bits", "planes", "scan", "full", "low", "centroid")
+    ]
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int64), ("group", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("codes", "scale", "norm2", "rotated")]
+
+
+class Refinement(ctypes.Structure):
+    """How tokens are chosen for refinement, and the noise factors 0.5 ln2 r^2 / (D a^2) of the scanned and the full key code."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("enabled", "group", "min_tokens")] + [
+        ("share", ctypes.c_double), ("scan_noise", ctypes.c_float), ("full_noise", ctypes.c_float)
+    ]  # fmt: skip
+
+
+class Query(NamedTuple):
+    """codes int8 and rotated fp32 [HK, Q, G, D]; scale, norm2 fp32 [HK, Q, G]; base 2."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    norm2: torch.Tensor
+    rotated: torch.Tensor
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None when it was not built."""
+    files = sorted(Path(__file__).parent.glob("_bitkv_cpu*.so"))
+    if not files:
+        return None
+    library = ctypes.CDLL(str(files[0]))
+    library.bitkv_choose.restype = ctypes.c_char_p
+    library.bitkv_attend.restype = ctypes.c_int64
+    return library
+
+
+def reason() -> str:
+    """Why `load` found nothing."""
+    return "the C++ extension is not built: install with a C++ compiler (g++), pip install -e ."
+
+
+def choose(isa: str | None = None) -> str:
+    """Select an instruction set by name (None = the best of this machine) and return its name; ValueError if it is not there."""
+    name = load().bitkv_choose(ctypes.c_int64(-1 if isa is None else ISAS[isa]))
+    if name is None:
+        raise ValueError(f"isa {isa}: this machine does not have it; leave it out")
+    return name.decode()
+
+
+def _pointer(t: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(t.data_ptr())
+
+
+def _sizes(*numbers: int) -> list[ctypes.c_int64]:
+    return [ctypes.c_int64(number) for number in numbers]
+
+
+def encode(layout: Layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor, unbiased: bool) -> torch.Tensor:
+    """k, v fp32 [pages, HK, P, D] -> records uint8 [pages, HK, record_bytes], the bytes of the reference."""
+    k, v = k.float().contiguous(), v.float().contiguous()
+    records = torch.zeros(*k.shape[:2], layout.record_bytes, dtype=torch.uint8)
+    load().bitkv_encode(ctypes.byref(layout), *_sizes(len(k)), _pointer(k), _pointer(v), _pointer(key_signs), _pointer(value_signs),
+                        *_sizes(unbiased), _pointer(records), *_sizes(torch.get_num_threads()))  # fmt: skip
+    return records
+
+
+def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
+    """q fp32 [HK, Q, G, D] in base 2, signs [HK, D]."""
+    q = q.contiguous()
+    query = Query(torch.empty(q.shape, dtype=torch.int8), torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape))
+    load().bitkv_quantize_query(*_sizes(len(q), q.shape[1] * q.shape[2], q.shape[3]), _pointer(q), _pointer(signs), *map(_pointer, query))
+    return query
+
+
+def attend(layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """records uint8 [n, pages, HK, record_bytes] contiguous, page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D] and the
+    number of refined tokens, counted once per KV head and query."""
+    shape = (len(records), *query.scale.shape)
+    m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
+    queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
+    refined = load().bitkv_attend(ctypes.byref(layout), ctypes.byref(queries), ctypes.byref(refinement), _pointer(records), *_sizes(len(records)),
+                                  _pointer(page_valid), _pointer(m), _pointer(l), _pointer(o), *_sizes(torch.get_num_threads()))  # fmt: skip
+    return m, l, o, refined
+
+
+def tree(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor, width: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partials of granules m, l [n, ...], o [n, ..., D] with ascending int64 indices -> those of the first `nodes` tree nodes."""
+    m, l, o, index = (t.contiguous() for t in (m, l, o, index))
+    rows, dim = math.prod(m.shape[1:]), o.shape[-1]
+    lanes = torch.empty(width, *m.shape[1:]), torch.empty(width, *m.shape[1:]), torch.empty(width, *o.shape[1:])
+    load().bitkv_tree(*_sizes(len(index)), _pointer(index), *_sizes(rows, dim), _pointer(m), _pointer(l), _pointer(o), *_sizes(width, nodes), *map(_pointer, lanes))
+    return lanes[0][:nodes], lanes[1][:nodes], lanes[2][:nodes]
+
+
+def finish(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, signs: torch.Tensor | None, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The end of a decode step: sealed partial m, l [HK, 1, G], o [HK, 1, G, D] rotated back (signs None: it is not rotated), merged with
+    attention of q fp32 [HK, 1, G, D] over exact rows [2, HK, count, D] of any float dtype, normalised; fp32 [HK, 1, G, D]."""
+    kv_heads, _, group, dim = q.shape
+    m, l, o, q = (t.contiguous().clone() for t in (m, l, o, q))
+    k, v = rows.float() if rows.dtype != torch.float32 else rows
+    if k.stride()[1:] != (dim, 1):
+        k, v = k.contiguous(), v.contiguous()
+    out = torch.empty(q.shape)
+    load().bitkv_finish(*_sizes(kv_heads, group, dim), _pointer(signs) if signs is not None else None, _pointer(m), _pointer(l), _pointer(o),
+                        _pointer(q), _pointer(k), _pointer(v), *_sizes(k.shape[1], k.stride(0)), _pointer(out), *_sizes(torch.get_num_threads()))  # fmt: skip
+    return out

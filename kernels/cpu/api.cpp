@@ -1,0 +1,123 @@
+// The C interface that kernels/cpu/__init__.py calls through ctypes: pointers and sizes only.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "interface.hpp"
+#include "pool.hpp"
+
+using namespace bitkv;
+
+namespace {
+
+const Kernels* chosen = nullptr;
+
+bool supported(int64_t isa) {
+#ifdef BITKV_X86
+    if (isa == 2)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#endif
+    return isa == 0;
+}
+
+const Kernels& kernels_of(int64_t isa) {
+#ifdef BITKV_X86
+    if (isa == 2) return avx512_kernels();
+    if (isa == 1) return avx2_kernels();
+#endif
+    return portable_kernels();
+}
+
+const Kernels& kernels() {
+    if (!chosen)
+        for (int64_t isa = 2; isa >= 0 && !chosen; --isa)
+            if (supported(isa)) chosen = &kernels_of(isa);
+    return *chosen;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Chooses an instruction set: 0 portable, 1 avx2, 2 avx512, -1 the best. Returns its name, or null if this machine lacks it.
+const char* bitkv_choose(int64_t isa) {
+    chosen = nullptr;
+    if (isa >= 0) {
+        if (!supported(isa)) return nullptr;
+        chosen = &kernels_of(isa);
+    }
+    return kernels().name;
+}
+
+// k and v fp32 [pages, HK, P, D] contiguous, signs [2][HK, D] -> records [pages, HK, record_bytes].
+void bitkv_encode(const Layout* l, int64_t pages, const float* k, const float* v, const float* key_signs, const float* value_signs,
+                  int64_t unbiased, uint8_t* records, int64_t threads) {
+    const Kernels& run = kernels();
+    const int64_t page_size = l->tokens * l->dim;
+    Pool::instance().run(pages * l->kv_heads * 2, threads, [&](int64_t task) {
+        const int64_t item = task / 2, head = item % l->kv_heads;
+        const Side side = task % 2 ? VALUES : KEYS;
+        const float* signs = (side == KEYS ? key_signs : value_signs) + head * l->dim;
+        run.encode(*l, side, (side == KEYS ? k : v) + item * page_size, signs, side == KEYS && unbiased, records + item * l->record_bytes);
+    });
+}
+
+// q fp32 [HK, rows, D] -> codes int8 and rotated fp32 [HK, rows, D], scale and norm2 fp32 [HK, rows].
+void bitkv_quantize_query(int64_t kv_heads, int64_t rows, int64_t dim, const float* q, const float* signs, int8_t* codes, float* scale,
+                          float* norm2, float* rotated) {
+    for (int64_t i = 0; i < kv_heads * rows; ++i)
+        kernels().quantize_query(dim, q + i * dim, signs + i / rows * dim, codes + i * dim, scale + i, norm2 + i, rotated + i * dim);
+}
+
+// Granules records [n, pages, HK, record_bytes], page_valid [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D].
+// Returns the refined tokens, counted once per KV head and query.
+int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine, const uint8_t* records, int64_t granules,
+                     const uint8_t* page_valid, float* m, float* l_out, float* o, int64_t threads) {
+    const Kernels& run = kernels();
+    const int64_t page_stride = l->kv_heads * l->record_bytes, rows = q->count * q->group;
+    std::atomic<int64_t> refined{0};
+    Pool::instance().run(granules * l->kv_heads, threads, [&](int64_t task) {
+        const int64_t granule = task / l->kv_heads, head = task % l->kv_heads;
+        const Granule view = {records + granule * l->pages * page_stride + head * l->record_bytes, page_stride, page_valid + granule * l->pages};
+        refined += run.attend(*l, *q, head, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
+    });
+    return refined;
+}
+
+// The merge tree of bitkv_dist/partial.py. Partials of granules [n, rows(, D)] with ascending global indices go to lanes index % width;
+// the lanes are merged down to `nodes`. m, l, o [width, rows(, D)] are work space; their first `nodes` entries are the result.
+void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t dim, const float* m_in, const float* l_in, const float* o_in,
+                int64_t width, int64_t nodes, float* m, float* l, float* o) {
+    const Kernels& run = kernels();
+    std::fill_n(m, width * rows, -INFINITY);
+    std::fill_n(l, width * rows, 0.0f);
+    std::memset(o, 0, width * rows * dim * sizeof(float));
+    for (int64_t g = 0; g < granules; ++g) {
+        const int64_t lane = index[g] % width;
+        run.merge(rows, dim, m + lane * rows, l + lane * rows, o + lane * rows * dim, m_in + g * rows, l_in + g * rows, o_in + g * rows * dim);
+    }
+    for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
+        run.merge(stride * rows, dim, m, l, o, m + stride * rows, l + stride * rows, o + stride * rows * dim);
+}
+
+// The end of a decode step of one sequence: the sealed partial m, l, o [HK, G(, D)] is rotated back (signs [HK, D], null = not rotated) and
+// merged with attention over the exact rows k, v fp32, [HK, count, D] with head_stride floats between heads. out fp32 [HK, G, D].
+void bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* signs, float* m, float* l, float* o, const float* q,
+                  const float* k, const float* v, int64_t count, int64_t head_stride, float* out, int64_t threads) {
+    const Kernels& run = kernels();
+    Pool::instance().run(kv_heads, threads, [&](int64_t head) {
+        std::vector<float> exact(dim);
+        for (int64_t row = head * group; row < (head + 1) * group; ++row) {
+            float m2, l2;
+            if (signs) run.rotate_back(dim, o + row * dim, signs + head * dim);
+            run.attend_exact(dim, count, dim, q + row * dim, k + head * head_stride, v + head * head_stride, &m2, &l2, exact.data());
+            run.merge(1, dim, m + row, l + row, o + row * dim, &m2, &l2, exact.data());
+            for (int64_t d = 0; d < dim; ++d) out[row * dim + d] = o[row * dim + d] / (l[row] == 0.0f ? 1.0f : l[row]);
+        }
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,171 @@
+// Twin of `encode` in kernels/reference.py, bit for bit: the same operations in the same order, no fused multiply-add.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "interface.hpp"
+#include "numbers.hpp"
+#include "rotate.hpp"
+
+namespace {
+
+using namespace bitkv;
+
+constexpr int64_t LANES = 16;  // tokens coded side by side
+
+// Tree of adjacent pairs over `rows` rows of LANES floats, zero-padded to a power of two; destroys x, the result is its first row.
+inline void tree_sum(float* x, int64_t rows) {
+    while (rows > 1) {
+        const int64_t half = rows / 2;
+        for (int64_t i = 0; i < half; ++i)
+            for (int64_t t = 0; t < LANES; ++t) x[i * LANES + t] = x[2 * i * LANES + t] + x[(2 * i + 1) * LANES + t];
+        if (rows % 2)
+            for (int64_t t = 0; t < LANES; ++t) x[half * LANES + t] = x[(rows - 1) * LANES + t] + 0.0f;
+        rows = (rows + 1) / 2;
+    }
+}
+
+struct Scratch {
+    std::vector<float> z, work, level;
+    std::vector<uint8_t> code;
+    Scratch(int64_t tokens, int64_t dim) : z(tokens * dim), work(dim * LANES), level(dim * LANES), code(tokens * dim) {}
+};
+
+// Sixteen vectors z [D][LANES] -> codes [D][LANES], and the stored scales (full, scan) as halves.
+inline void quantize(const float* z, int64_t dim, int64_t bits, int64_t scan_bits, bool unbiased, Scratch& s, uint8_t* code, uint16_t* full, uint16_t* scan) {
+    float* work = s.work.data();
+    float peak[LANES] = {}, total[LANES], square[LANES];
+    for (int64_t i = 0; i < dim * LANES; ++i) work[i] = std::fabs(z[i]);
+    for (int64_t d = 0; d < dim; ++d)
+        for (int64_t t = 0; t < LANES; ++t) peak[t] = work[d * LANES + t] > peak[t] ? work[d * LANES + t] : peak[t];
+    tree_sum(work, dim);
+    for (int64_t t = 0; t < LANES; ++t) total[t] = work[t];
+    if (unbiased) {
+        for (int64_t i = 0; i < dim * LANES; ++i) work[i] = z[i] * z[i];
+        tree_sum(work, dim);
+        for (int64_t t = 0; t < LANES; ++t) square[t] = work[t];
+    }
+    if (bits == 1) {
+        for (int64_t i = 0; i < dim * LANES; ++i) code[i] = z[i] >= 0.0f;
+        for (int64_t t = 0; t < LANES; ++t) full[t] = float_to_half(clamp_half(total[t] / float(dim)));
+    } else {
+        const float half_range = ((1 << bits) - 1) / 2.0f, low = -float(1 << (bits - 1)), high = float((1 << (bits - 1)) - 1);
+        float best[LANES], scale[LANES], step[LANES];
+        for (int f = 0; f < 17; ++f) {
+            const float factor = float((40 + 5 * f) / 100.0);
+            uint16_t stored[LANES];
+            for (int64_t t = 0; t < LANES; ++t) {
+                stored[t] = float_to_half(clamp_half(peak[t] * factor / half_range));
+                scale[t] = half_to_float(stored[t]);
+                step[t] = scale[t] == 0.0f ? 1.0f : scale[t];
+            }
+            for (int64_t d = 0; d < dim; ++d)
+                for (int64_t t = 0; t < LANES; ++t) {
+                    const float x = z[d * LANES + t];
+                    float cell = std::floor(x / step[t]);
+                    cell = cell < low ? low : cell > high ? high : cell;
+                    s.level[d * LANES + t] = cell;
+                    const float error = (cell + 0.5f) * scale[t] - x;
+                    work[d * LANES + t] = error * error;
+                }
+            tree_sum(work, dim);
+            for (int64_t t = 0; t < LANES; ++t) {
+                if (f && !(work[t] < best[t])) continue;
+                best[t] = work[t];
+                full[t] = stored[t];
+                for (int64_t d = 0; d < dim; ++d) code[d * LANES + t] = uint8_t(int(s.level[d * LANES + t]) + (1 << (bits - 1)));
+            }
+        }
+    }
+    if (scan_bits == bits && !unbiased) {
+        std::memcpy(scan, full, LANES * 2);
+        return;
+    }
+    if (scan_bits == 1) {
+        for (int64_t t = 0; t < LANES; ++t)
+            scan[t] = float_to_half(clamp_half(!unbiased ? total[t] / float(dim) : total[t] == 0.0f ? 0.0f : square[t] / total[t]));
+    } else {
+        const float middle = ((1 << scan_bits) - 1) / 2.0f;
+        float cross[LANES];
+        for (int64_t i = 0; i < dim * LANES; ++i) {
+            s.level[i] = float(code[i] >> (bits - scan_bits)) - middle;
+            work[i] = z[i] * s.level[i];
+        }
+        tree_sum(work, dim);
+        for (int64_t t = 0; t < LANES; ++t) cross[t] = work[t];
+        for (int64_t i = 0; i < dim * LANES; ++i) work[i] = s.level[i] * s.level[i];
+        tree_sum(work, dim);
+        for (int64_t t = 0; t < LANES; ++t)
+            scan[t] = float_to_half(clamp_half(!unbiased ? cross[t] / work[t] : cross[t] == 0.0f ? 0.0f : square[t] / cross[t]));
+    }
+    if (scan_bits == bits) std::memcpy(full, scan, LANES * 2);
+}
+
+// The interleaved planes: one byte holds bit `shift` of eight codes, `step` apart (tokens for keys, dims for values). code is [P][D].
+inline void pack_planes(const Layout& l, Side side, const uint8_t* code, uint8_t* out) {
+    const int64_t P = l.tokens, D = l.dim;
+    for (int64_t shift = l.bits[side] - 1; shift >= l.bits[side] - l.scan_bits[side]; --shift) {
+        if (side == KEYS) {
+            for (int64_t g = 0; g < D / 4; ++g)
+                for (int64_t i = 0; i < P / 8; ++i)
+                    for (int64_t b = 0; b < 4; ++b) {
+                        uint8_t byte = 0;
+                        for (int64_t j = 0; j < 8; ++j) byte |= ((code[(i + P / 8 * j) * D + 4 * g + b] >> shift) & 1) << j;
+                        *out++ = byte;
+                    }
+        } else {
+            for (int64_t u = 0; u < P / 4; ++u)
+                for (int64_t i = 0; i < D / 8; ++i)
+                    for (int64_t b = 0; b < 4; ++b) {
+                        uint8_t byte = 0;
+                        for (int64_t j = 0; j < 8; ++j) byte |= ((code[(4 * u + b) * D + i + D / 8 * j] >> shift) & 1) << j;
+                        *out++ = byte;
+                    }
+        }
+    }
+}
+
+inline void pack_low(const Layout& l, Side side, const uint8_t* code, uint8_t* out) {
+    for (int64_t t = 0; t < l.tokens; ++t)
+        for (int64_t shift = l.bits[side] - l.scan_bits[side] - 1; shift >= 0; --shift)
+            for (int64_t d = 0; d < l.dim; d += 8) {
+                uint8_t byte = 0;
+                for (int64_t j = 0; j < 8; ++j) byte |= ((code[t * l.dim + d + j] >> shift) & 1) << j;
+                *out++ = byte;
+            }
+}
+
+// x fp32 [P, D] of one page and KV head -> that side's fields of its record.
+inline void encode(const Layout& l, Side side, const float* x, const float* signs, int64_t unbiased, uint8_t* record) {
+    const int64_t P = l.tokens, D = l.dim;
+    Scratch s(P, D);
+    float* z = s.z.data();
+    for (int64_t d = 0; d < D; ++d)
+        for (int64_t t = 0; t < P; ++t) z[d * P + t] = x[t * D + d];
+    rotate(D, P, z, signs);
+    uint16_t* centroid = reinterpret_cast<uint16_t*>(record + l.centroid[side]);
+    std::vector<float> row(P);
+    for (int64_t d = 0; d < D; ++d) {
+        std::memcpy(row.data(), z + d * P, P * sizeof(float));
+        for (int64_t n = P; n > 1; n /= 2)
+            for (int64_t i = 0; i < n / 2; ++i) row[i] = row[2 * i] + row[2 * i + 1];
+        centroid[d] = float_to_half(clamp_half(row[0] / float(P)));
+        const float c = half_to_float(centroid[d]);
+        for (int64_t t = 0; t < P; ++t) z[d * P + t] -= c;
+    }
+    std::vector<float> block(D * LANES);
+    std::vector<uint8_t> codes(D * LANES);
+    uint16_t full[LANES], scan[LANES];
+    for (int64_t first = 0; first < P; first += LANES) {
+        for (int64_t d = 0; d < D; ++d) std::memcpy(&block[d * LANES], z + d * P + first, LANES * sizeof(float));
+        quantize(block.data(), D, l.bits[side], l.scan_bits[side], unbiased, s, codes.data(), full, scan);
+        for (int64_t t = 0; t < LANES; ++t)
+            for (int64_t d = 0; d < D; ++d) s.code[(first + t) * D + d] = codes[d * LANES + t];
+        std::memcpy(record + l.scan[side] + 2 * first, scan, sizeof scan);
+        if (l.scan_bits[side] < l.bits[side]) std::memcpy(record + l.full[side] + 2 * first, full, sizeof full);
+    }
+    pack_planes(l, side, s.code.data(), record + l.planes[side]);
+    if (l.scan_bits[side] < l.bits[side]) pack_low(l, side, s.code.data(), record + l.low[side]);
+}
+
+}  // namespace

@@ -1,0 +1,60 @@
+// What the instruction-set builds of the CPU kernels offer and what they are told. Plain C++, no torch headers.
+#pragma once
+#include <cstdint>
+
+namespace bitkv {
+
+enum Side { KEYS = 0, VALUES = 1 };
+
+// The page record of bitkv_dist/codec/planes.py: byte offsets of its fields; `full` and `low` are unused when scan == bits.
+struct Layout {
+    int64_t tokens, dim, kv_heads, pages, record_bytes;
+    int64_t bits[2], scan_bits[2];
+    int64_t planes[2], scan[2], full[2], low[2], centroid[2];
+};
+
+// Rotated queries of one layer, base 2: codes int8 [HK, Q, G, D], the rest fp32 [HK, Q, G] and [HK, Q, G, D].
+struct Queries {
+    int64_t count, group;
+    const int8_t* codes;
+    const float *scale, *norm2, *rotated;
+};
+
+struct Refinement {
+    int64_t enabled, group, min_tokens;
+    double share;
+    float scan_noise, full_noise;  // 0.5 ln2 r^2 / (D a^2) of the scanned and of the full key code
+};
+
+// One granule and KV head: `records` is that of its first page, pages are `page_stride` bytes apart.
+struct Granule {
+    const uint8_t* records;
+    int64_t page_stride;
+    const uint8_t* page_valid;
+};
+
+// Partials of one granule and KV head: m, l [Q, G]; o [Q, G, D].
+struct PartialOut {
+    float *m, *l, *o;
+};
+
+struct Kernels {
+    const char* name;
+    // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of bit 8 b + j of words[k][i] times byte b of operands[r][k]; k < height.
+    void (*plane_dot)(const uint32_t* words, int64_t height, int64_t width, const int32_t* operands, int64_t stride, int64_t rows, int32_t* out);
+    void (*encode)(const Layout&, Side, const float* x, const float* signs, int64_t unbiased, uint8_t* record);
+    void (*quantize_query)(int64_t dim, const float* q, const float* signs, int8_t* codes, float* scale, float* norm2, float* rotated);
+    int64_t (*attend)(const Layout&, const Queries&, int64_t head, const Granule&, const Refinement&, PartialOut);  // tokens refined
+    void (*merge)(int64_t rows, int64_t dim, float* m, float* l, float* o, const float* m2, const float* l2, const float* o2);  // into the first
+    void (*rotate_back)(int64_t dim, float* z, const float* signs);
+    // Partial of one query row over exact rows k, v fp32 [count, D], row_stride floats apart.
+    void (*attend_exact)(int64_t dim, int64_t count, int64_t row_stride, const float* q, const float* k, const float* v, float* m, float* l, float* o);
+};
+
+const Kernels& portable_kernels();
+#ifdef BITKV_X86
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace bitkv

@@ -1,0 +1,88 @@
+// Small numeric pieces that the compiler vectorises: half precision, 2^x, rounding, sums of a fixed order.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+inline int32_t bits_of(float x) { int32_t i; std::memcpy(&i, &x, 4); return i; }
+inline float float_of(int32_t i) { float x; std::memcpy(&x, &i, 4); return x; }
+
+// Half to float and back, round to nearest even. Encoding clamps to +-65504 first, so no infinities arise.
+#ifdef __F16C__
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_half(float x) { return _cvtss_sh(x, 0); }
+#else
+inline float half_to_float(uint16_t h) {
+    const int32_t sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
+    if ((h & 0x7c00) == 0) return float_of(bits_of(float_of(magnitude + (113 << 23)) - float_of(113 << 23)) | sign);  // subnormal
+    return float_of((magnitude + ((h & 0x7c00) == 0x7c00 ? (224 << 23) : (112 << 23))) | sign);
+}
+inline uint16_t float_to_half(float x) {
+    const int32_t all = bits_of(x), sign = (all >> 16) & 0x8000, magnitude = all & 0x7fffffff;
+    if (magnitude < (113 << 23)) return sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f));  // subnormal: the addition rounds
+    if (magnitude >= (143 << 23)) return sign | (magnitude > (255 << 23) ? 0x7e00 : 0x7c00);
+    return sign | ((magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13);
+}
+#endif
+inline float clamp_half(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
+
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, half to even
+inline int32_t round_int(float x) { return bits_of(x + ROUNDER) - bits_of(ROUNDER); }
+
+// 2^x for x <= 0 (and small positive x); below -126 it is 0. Error below 2 ulp: Taylor coefficients of 2^f on [-1/2, 1/2].
+inline float exp2_fast(float x) {
+    const float y = x < -127.0f ? -127.0f : x;
+    const float shifted = y + ROUNDER;
+    const float f = y - (shifted - ROUNDER);
+    float p = 1.5252734e-5f;
+    p = p * f + 1.5403530e-4f;
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    const float scale = float_of((bits_of(shifted) - bits_of(ROUNDER) + 127) << 23);
+    return x < -126.0f ? 0.0f : p * scale;
+}
+
+// Sixteen interleaved running sums, then a fold: one order for every instruction set and thread count.
+inline float sum16(const float* x, int64_t n) {
+    float lane[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; ++j) lane[j] += x[i + j];
+    for (int j = 0; i + j < n; ++j) lane[j] += x[i + j];
+    for (int width = 8; width; width /= 2)
+        for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
+    return lane[0];
+}
+
+inline float max16(const float* x, int64_t n) {
+    float lane[16];
+    for (int j = 0; j < 16; ++j) lane[j] = -INFINITY;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; ++j) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i < n; ++i) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (int j = 1; j < 16; ++j) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
+    return lane[0];
+}
+
+// The sum of the last dim of kernels/reference.py: the second half is added to the first, zero-padded to a power of two.
+inline float fold_sum(float* x, int64_t n) {
+    int64_t size = 1;
+    while (size < n) size *= 2;
+    for (size /= 2; size; size /= 2) {
+        const int64_t pairs = n - size < size ? n - size : size;
+        for (int64_t i = 0; i < pairs; ++i) x[i] += x[i + size];
+    }
+    return x[0];
+}
+
+}  // namespace

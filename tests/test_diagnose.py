@@ -1,0 +1,124 @@
+"""`diagnose` on real ranks: agreement, an injected flip, another configuration on one rank, and sealed pages."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from ranks import ROOT, launched, run_command, run_ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bitkv_dist.launch.diagnose import main
+from bitkv_dist.parallel import mesh
+
+DIAGNOSE = ROOT / "launch" / "diagnose.py"
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random Llama: 3 layers, 4 query and 2 KV heads of 16."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def diagnose(launcher, size, model, tmp_path, *args):
+    """(how it ended, the JSON report)."""
+    report = tmp_path / "report.json"
+    ended = run_command(launched(launcher, size, DIAGNOSE, "--model", str(model), "--json", str(report), *args), timeout_s=90)
+    return ended, json.loads(report.read_text()) if report.exists() else None
+
+
+def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path):
+    alone, expected = diagnose("python", 1, model, tmp_path, "--cache")
+    assert alone.status == 0, alone.err
+    ended, report = diagnose("mpirun", 2, model, tmp_path, "--cache")
+    assert (ended.status, ended.messages()) == (0, []), ended.err
+    assert report["ok"] and report["world"]["sp"] == 2
+    assert [row["rank"] for row in report["world"]["ranks"]] == [0, 1]
+    for part in ("rotation", "cache"):  # one answer, whatever the world size
+        assert report[part] == expected[part] and report[part]["mismatches"] == []
+    assert report["cache"]["pages"] == LAYERS * 2 * 4
+    assert ended.out.count("all ranks agree") == 2
+
+
+def test_an_injected_flip_is_found_and_named(model, tmp_path):
+    ended, report = diagnose("mpirun", 3, model, tmp_path, "--inject", "1:2")
+    assert ended.status == 1, ended.err
+    assert not report["ok"]
+    (found,) = report["rotation"]["mismatches"]
+    assert (found["rank"], found["layer"], found["cause"]) == (1, 2, "rotation words")
+    assert found["digest"] in ended.out and "rotation words" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--inject", "1:0"], "--inject 1:0: must name one of 1 ranks"),
+        (["--inject", f"0:{LAYERS}"], f"--inject 0:{LAYERS}: must name one of 1 ranks and one of {LAYERS} layers"),
+        (["--tp", "2"], "tp 2 x sp world/tp: the product must be the number of ranks, 1"),
+        (["--cache", "--recent-tokens", "4096"], "--cache: needs 4740 positions to seal 4 pages, the model has 2048"),
+    ],
+)
+def test_what_the_run_cannot_do_is_refused(model, monkeypatch, args, said):
+    monkeypatch.setattr(mesh, "_current", None)  # put back to this afterwards
+    with pytest.raises(ValueError, match="^" + re.escape(said)):
+        main(["--model", str(model), "--device", "cpu", *args])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--inject", "1"], "argument --inject: '1': must be RANK:LAYER, for example 1:7; see --help"),
+        (
+            ["--json", "/nowhere/report.json"],
+            "argument --json: '/nowhere/report.json': must be a file in an existing folder; see --help",
+        ),
+        (["--kv-bits", "3.5"], "argument --kv-bits: invalid int value: '3.5'; see --help"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(args, said):
+    ended = run_command([sys.executable, "-O", DIAGNOSE, *args])
+    assert (ended.status, ended.out, ended.err) == (2, "", f"bitkv diagnose: {said}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_under_other_launchers(launcher, model, tmp_path):
+    ended, report = diagnose(launcher, 2, model, tmp_path, "--cache", "--tp", "2")
+    assert ended.status == 0 and report["ok"] and report["world"]["tp"] == 2, ended.err
+    ended, report = diagnose(launcher, 2, model, tmp_path, "--inject", "0:1")
+    assert ended.status != 0 and [m["layer"] for m in report["rotation"]["mismatches"]] == [1]
+
+
+def disagreement(ranks, folder):
+    """What three ranks conclude when rank 2 has another seed, and then rank 1 another model."""
+    from bitkv_dist import model as models
+    from bitkv_dist.agreement import compare, require
+    from bitkv_dist.config import CacheConfig
+
+    rank = ranks.world.rank
+    served = models.load(folder, dtype=torch.float32, device=ranks.world.device)
+    other_seed = compare(ranks, served, CacheConfig(seed=int(rank == 2)))
+    served.fingerprint += rank == 1
+    other_model = compare(ranks, served, CacheConfig())
+    try:
+        refusal = require(ranks, served, CacheConfig())
+    except RuntimeError as error:
+        refusal = str(error)
+    return other_seed.mismatches, other_model.mismatches, refusal
+
+
+def test_the_cause_of_a_disagreement_is_named(model):
+    results = run_ranks(3, disagreement, str(model))
+    for other_seed, other_model, refusal in results:
+        assert [(m.rank, m.layer, m.cause) for m in other_seed] == [(2, layer, "configuration") for layer in range(LAYERS)]
+        assert [(m.rank, m.layer, m.cause) for m in other_model] == [(1, layer, "model") for layer in range(LAYERS)]
+        assert refusal.startswith("rank 1 differs from the others in layer 0 (and 2 more): another model;")
