@@ -7,14 +7,17 @@ start, and `diagnose` shows the comparison.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bitkv_dist.config import CacheConfig
-from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel.digest import as_int64, config_digest, layer_digests, odd_ones, whole
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.rotation import sign_words
+
+if TYPE_CHECKING:
+    from bitkv_dist.model import ServedModel
 
 
 @dataclass(frozen=True)

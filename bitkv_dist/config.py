@@ -7,18 +7,19 @@ code serves are each a one-line `ValueError` that names the field, the value, th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from bitkv_dist.preset import read_preset
 from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, refuse, resolve, shown
+from bitkv_dist.schedule import LayerConfig, layer_numbers, layer_ranges
 
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
 
 STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
 DTYPES = ("float32", "bfloat16", "float16")
-_CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels")
+_CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class CacheConfig:
     correction: bool = True  # log-normal correction of the scores of sealed tokens
     key_group_tokens: int | None = None  # minmax: tokens per scale of a key channel (64)
     value_group_channels: int | None = None  # minmax: channels per scale of a value (32)
+    layers: tuple[LayerConfig, ...] = ()  # layers that are kept differently: see for_layer
     page_tokens: int = 128
     sink_tokens: int = 128  # rounded up to whole pages: see sink_rounded
     recent_tokens: int = 128
@@ -84,6 +86,7 @@ class CacheConfig:
             self._check_scan()
         if self.codec == "minmax":
             self._check_groups()
+        self._check_layers()
 
     def _only_for(self, codec: str, names: Iterable[str]) -> None:
         defaults = {entry.name: entry.default for entry in fields(self)}
@@ -105,6 +108,42 @@ class CacheConfig:
         resolve(self, "value_group_channels", 32 if self.value_group_channels is None else self.value_group_channels)
         one_of(self, "key_group_tokens", [n for n in (16, 32, 64, 128) if n <= self.page_tokens])
         one_of(self, "value_group_channels", (8, 16, 32, 64, 128))
+
+    def _check_layers(self) -> None:
+        seen: set[int] = set()
+        for entry in self.layers:
+            if twice := seen.intersection(entry.layers):
+                refuse(self, "layers", f"layer {min(twice)} is in two entries", "put all it needs into one")
+            seen.update(entry.layers)
+            try:
+                self.for_layer(entry.layers[0])
+            except ValueError as error:
+                raise ValueError(f"cache.layers {layer_ranges(entry.layers)}: {error}") from None
+
+    def for_layer(self, index: int) -> CacheConfig:
+        """How one layer is kept: its entry in `layers` over the common fields. A scan deeper than what the layer stores reads all of it."""
+        entry = next((entry for entry in self.layers if index in entry.layers), None)
+        if entry is None:
+            return replace(self, layers=())
+        changed = dict(entry.overrides)
+        refine_value = changed.pop("refine_value", None)
+        deepest = max(changed.get("key_bits", self.key_bits), changed.get("value_bits", self.value_bits))
+        if "scan_bits" not in changed and self.scan_bits is not None:
+            changed["scan_bits"] = min(self.scan_bits, deepest)
+        refine = self.refine
+        if refine_value is not None:
+            refine = replace(refine or RefineConfig(), value=refine_value)
+        elif (changed.get("scan_bits", self.scan_bits) or deepest) >= deepest:
+            refine = None
+        return replace(self, layers=(), refine=refine, **changed)
+
+    def check_depth(self, layers: int) -> None:
+        """Refuse a schedule that names layers which a model of `layers` layers does not have."""
+        last = max((layer for entry in self.layers for layer in entry.layers), default=0)
+        if last >= layers:
+            raise ValueError(
+                f"cache.layers {last}: the model has layers 0 to {layers - 1}; take the entry out or another model"
+            )
 
     @property
     def key_scan_bits(self) -> int:
@@ -241,7 +280,13 @@ def _expand_kv_bits(overrides: dict[str, Any]) -> dict[str, Any]:
     allowed = sorted({bits for codec in STORED_BITS.values() for bits in codec})
     if type(bits) is not int or bits not in allowed:
         raise ValueError(f"cache.kv_bits {bits!r}: must be one of {listed(allowed)}; 16 keeps the cache exact")
-    implied = {"cache.key_bits": bits, "cache.value_bits": bits, "cache.scan_bits": None, "cache.refine": None}
+    implied = {
+        "cache.key_bits": bits,
+        "cache.value_bits": bits,
+        "cache.scan_bits": None,
+        "cache.refine": None,
+        "cache.layers": (),
+    }
     if bits == 16:
         implied["cache.codec"] = "exact"
     return implied | explicit
@@ -283,5 +328,20 @@ def _construct(cls: type, section: str, values: dict[str, Any]) -> Any:
             value = tuple(value)
         if RefineConfig in get_args(hints[name]) and isinstance(value, dict):
             value = _construct(RefineConfig, RefineConfig.SECTION, value)
+        if LayerConfig in get_args(hints[name]):
+            value = _layers(value)
         arguments[name] = value
     return cls(**arguments)
+
+
+def _layers(entries: Any) -> Any:
+    """The list of mappings under cache.layers as LayerConfig; anything else as it came, for the check of types to refuse."""
+    if not isinstance(entries, tuple):
+        return entries
+    made = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            return entries
+        numbers = {"layers": layer_numbers(entry["layers"])} if "layers" in entry else {"layers": ()}
+        made.append(_construct(LayerConfig, LayerConfig.SECTION, entry | numbers))
+    return tuple(made)

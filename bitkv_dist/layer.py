@@ -61,7 +61,7 @@ class PackedLayer:
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         self.cache, self.index = cache, index
-        self.codec = make_codec(cache.config, cache.heads, index)
+        self.codec = make_codec(cache.config.for_layer(index), cache.heads, index)
         self.states = [SequenceState(cache, self.codec.record_bytes) for _ in range(cache.sequences)]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step

@@ -16,6 +16,7 @@ _KIND_NAMES = {
     bool: "true or false",
     type(None): "null",
     tuple[str, ...]: "a list of texts",
+    tuple[int, ...]: "a list of whole numbers",
 }
 
 
@@ -26,7 +27,9 @@ def check_types(config: Any) -> None:
         hint, value = hints[field.name], getattr(config, field.name)
         kinds = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not any(_is_a(value, kind) for kind in kinds):
-            wanted = " or ".join(_KIND_NAMES.get(kind, "a mapping of fields") for kind in kinds)
+            wanted = " or ".join(
+                _KIND_NAMES.get(kind, "a list of mappings" if get_origin(kind) else "a mapping of fields") for kind in kinds
+            )
             refuse(config, field.name, f"must be {wanted}", f"the default is {field.default!r}")
         if float in kinds and value is not None:
             resolve(config, field.name, float(value))  # 1 and 1.0 are the same setting, and digest alike
@@ -38,7 +41,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        return isinstance(value, tuple) and all(_is_a(item, get_args(kind)[0]) for item in value)
     return isinstance(value, kind)
 
 

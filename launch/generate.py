@@ -7,6 +7,7 @@ newline are dropped and CRLF is read as LF. With --json - the report takes the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -87,13 +88,17 @@ class _Run:
 
     def read_prompts(self) -> list[list[int]]:
         """Token ids of all prompts, tokenised once, on rank 0, before weights load."""
-        from bitkv_dist import checkpoint, text
+        from transformers import GenerationConfig
+
+        from bitkv_dist import checkpoint, sampling, text
 
         texts = [*(self._asked.prompt or []), *map(text.read_prompt_file, self._asked.prompt_file or [])]
         if self._asked.interactive and len(texts) > 1:
             raise ValueError(f"interactive with {len(texts)} prompts: a conversation starts from one; leave out the others")
         place = checkpoint.localise(self._config.generate.model, self._load_bar)
         self._tokenizer = checkpoint.read_tokenizer(place)
+        with contextlib.suppress(OSError):  # a model may come without one
+            sampling.refuse_unserved(GenerationConfig.from_pretrained(place))
         chat = self._config.generate.chat
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         self._chat = (self._asked.interactive and has_template) if chat is None else chat

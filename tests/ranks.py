@@ -26,7 +26,7 @@ LAUNCHERS = ("deepspeed", "torchrun", "mpirun")
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 60) -> list[Any]:
+def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 120) -> list[Any]:
     """`function(mesh, *args)` of every rank, in rank order. It must stand at the top level of its file, its values must pickle.
 
     Ranks check the shapes that they gather. A rank that raises fails the test with the tracebacks of all ranks.
@@ -74,7 +74,7 @@ def _rank_main(folder: Path, rank: int) -> None:
     from bitkv_dist.config import ParallelConfig
     from bitkv_dist.parallel.mesh import start
 
-    mesh = start(ParallelConfig(tp=tp, device="cpu", start_timeout_s=60, step_timeout_s=60), check_shapes=True)
+    mesh = start(ParallelConfig(tp=tp, device="cpu", start_timeout_s=100, step_timeout_s=100), check_shapes=True)
     result = getattr(module, name)(mesh, *args)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
     mesh.close()
@@ -94,7 +94,7 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("bitkv")]
 
 
-def run_command(argv: Sequence[str | Path], timeout_s: float = 60, **env: str) -> Ended:
+def run_command(argv: Sequence[str | Path], timeout_s: float = 120, **env: str) -> Ended:
     """Run in a session of its own, which is killed as a whole at the time limit: then the test fails."""
     started = time.monotonic()
     process = subprocess.Popen(

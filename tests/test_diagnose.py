@@ -1,4 +1,4 @@
-"""`diagnose` on real ranks: agreement, an injected flip, another configuration on one rank, and sealed pages."""
+"""`diagnose` on real ranks: agreement, an injected flip, sealed pages, bad flags."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from ranks import ROOT, launched, run_command, run_ranks
+from ranks import ROOT, launched, run_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitkv_dist.launch.diagnose import main
@@ -32,13 +32,15 @@ def model(tmp_path_factory):
 def diagnose(launcher, size, model, tmp_path, *args):
     """(how it ended, the JSON report)."""
     report = tmp_path / "report.json"
-    ended = run_command(launched(launcher, size, DIAGNOSE, "--model", str(model), "--json", str(report), *args), timeout_s=90)
+    ended = run_command(launched(launcher, size, DIAGNOSE, "--model", str(model), "--json", str(report), *args), timeout_s=180)
     return ended, json.loads(report.read_text()) if report.exists() else None
 
 
-def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path):
-    alone, expected = diagnose("python", 1, model, tmp_path, "--cache")
-    assert alone.status == 0, alone.err
+def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh, "_current", None)
+    alone = tmp_path / "alone.json"
+    assert main(["--model", str(model), "--device", "cpu", "--cache", "--json", str(alone)]) == 0
+    expected = json.loads(alone.read_text())
     ended, report = diagnose("mpirun", 2, model, tmp_path, "--cache")
     assert (ended.status, ended.messages()) == (0, []), ended.err
     assert report["ok"] and report["world"]["sp"] == 2
@@ -50,7 +52,7 @@ def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path):
 
 
 def test_an_injected_flip_is_found_and_named(model, tmp_path):
-    ended, report = diagnose("mpirun", 3, model, tmp_path, "--inject", "1:2")
+    ended, report = diagnose("mpirun", 2, model, tmp_path, "--inject", "1:2")
     assert ended.status == 1, ended.err
     assert not report["ok"]
     (found,) = report["rotation"]["mismatches"]
@@ -96,29 +98,3 @@ def test_under_other_launchers(launcher, model, tmp_path):
     assert ended.status == 0 and report["ok"] and report["world"]["tp"] == 2, ended.err
     ended, report = diagnose(launcher, 2, model, tmp_path, "--inject", "0:1")
     assert ended.status != 0 and [m["layer"] for m in report["rotation"]["mismatches"]] == [1]
-
-
-def disagreement(ranks, folder):
-    """What three ranks conclude when rank 2 has another seed, and then rank 1 another model."""
-    from bitkv_dist import model as models
-    from bitkv_dist.agreement import compare, require
-    from bitkv_dist.config import CacheConfig
-
-    rank = ranks.world.rank
-    served = models.load(folder, dtype=torch.float32, device=ranks.world.device)
-    other_seed = compare(ranks, served, CacheConfig(seed=int(rank == 2)))
-    served.fingerprint += rank == 1
-    other_model = compare(ranks, served, CacheConfig())
-    try:
-        refusal = require(ranks, served, CacheConfig())
-    except RuntimeError as error:
-        refusal = str(error)
-    return other_seed.mismatches, other_model.mismatches, refusal
-
-
-def test_the_cause_of_a_disagreement_is_named(model):
-    results = run_ranks(3, disagreement, str(model))
-    for other_seed, other_model, refusal in results:
-        assert [(m.rank, m.layer, m.cause) for m in other_seed] == [(2, layer, "configuration") for layer in range(LAYERS)]
-        assert [(m.rank, m.layer, m.cause) for m in other_model] == [(1, layer, "model") for layer in range(LAYERS)]
-        assert refusal.startswith("rank 1 differs from the others in layer 0 (and 2 more): another model;")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -143,6 +144,14 @@ def refused(capsys, *argv: str) -> str:
 def test_refused_before_weights_load(capsys, folder, monkeypatch, argv, part):
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
     assert part in refused(capsys, "--model", folder, "--device", "cpu", *argv)
+
+
+def test_beams_are_refused_before_weights_load(capsys, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
+    place = shutil.copytree(folder, tmp_path / "beams", ignore=shutil.ignore_patterns("*.safetensors"))
+    (place / "generation_config.json").write_text('{"num_beams": 4}')
+    message = refused(capsys, "--model", str(place), "--device", "cpu", "--prompt", "x")
+    assert "generation_config.num_beams 4: not served" in message
 
 
 def test_a_wrong_model_name_is_refused(capsys):
@@ -292,7 +301,7 @@ def test_two_ranks_follow_the_conversation(folder, tmp_path):
     preset.write_text("cache: {codec: exact, key_bits: 16, value_bits: 16}\nparallel: {step_timeout_s: 4}\n")
     argv = ["--model", folder, "--device", "cpu", "--config", preset, "--interactive", "--no-chat", "--max-new-tokens", "4"]
     command = launched("torchrun", 2, ROOT / "launch" / "generate.py", *map(str, [*argv, "--json", path]))
-    typed = f"(echo 'once upon'; sleep 25; echo ' and then') | exec {shlex.join(command)}"  # 25 s: start-up, then a pause
+    typed = f"(echo 'once upon'; sleep 16; echo ' and then') | exec {shlex.join(command)}"  # start-up, then a pause
     ended = run_command(["sh", "-c", typed], timeout_s=90)
     assert ended.status == 0, ended.err
     report = json.loads(path.read_text())

@@ -180,7 +180,8 @@ import sys
 from bitkv_dist.config import ParallelConfig
 from bitkv_dist.parallel.mesh import start
 mesh = start(ParallelConfig(device="cpu", start_timeout_s=float(sys.argv[-1])))
-print(mesh.world.launcher, mesh.gather_objects((mesh.world.rank, mesh.world.local_rank, mesh.world.local_size)), flush=True)
+ranks = mesh.gather_objects((mesh.world.rank, mesh.world.local_rank, mesh.world.local_size))
+sys.stdout.write(f"{mesh.world.launcher} {ranks}\\n")  # at once, or the lines of two ranks mix
 mesh.close()
 """
 

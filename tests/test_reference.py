@@ -12,7 +12,7 @@ from bitkv_dist.rotation import layer_signs
 
 SHAPES = [(64, 64), (128, 64), (128, 80), (64, 96), (128, 128), (64, 256)]  # page tokens, head dim
 DEPTHS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (4, 4), (8, 3), (8, 8)]  # stored, scanned bits
-RULES = [Selection(0.05, 1, True), Selection(0.05, 1, False), Selection(0.001, 7, True), Selection(1.0, 0, True), Selection(0.0, 0, False)]
+RULES = [Selection(*rule) for rule in ((0.05, 1, True), (0.05, 1, False), (0.001, 7, True), (1.0, 0, True), (0.0, 0, False))]
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -155,7 +155,7 @@ def test_all_byte_values():
 @pytest.mark.parametrize("word", [0x80000000, 0xC0000000, 0xFFFFFFFF, 0xAAAAAAAA, 0x55555555, 0x80808080, 0x7FFFFFFF, 1, 0])
 @pytest.mark.parametrize("side", "KV")
 def test_words_with_the_top_bit_set(word, side):
-    """C07. Bit 31 is the last of four dims (tokens, for values) and the last eighth of the page; in both planes it is code 3."""
+    """C07. Bit 31 is the last of four dims (of tokens, for values) in the last eighth of the page; in both planes: code 3."""
     signed = word - (1 << 32) if word >> 31 else word
     planes = torch.full((2, 16, 16) if side == "K" else (2, 32, 8), signed, dtype=torch.int32)
     code = reference.unpack_planes(planes, side)
@@ -386,7 +386,7 @@ def test_score_is_the_formula(bits, scan_bits, dim):
 
 
 def test_the_correction_makes_sealed_tokens_weigh_like_exact_ones():
-    """Summed over many keys, 2^score of a sign code is too small by the lost variance, and the log-normal term gives it back."""
+    """Summed over many keys, 2^score of a sign code is too small by the lost variance; the log-normal term gives it back."""
     torch.manual_seed(0)
     dim = 64
     keys = torch.randn(64, 1, 128, dim)
@@ -452,8 +452,8 @@ def test_a_head_with_small_scores_still_chooses_for_its_group():
 
 
 def slow_attend(query, keys, values, page_valid, key_low, value_low, noise, chosen):
-    """(m, l, o) in float64: final scores, weights 127ths of the page's largest, tail at its scanned code, chosen at the full one."""
-    n, pages = page_valid.shape
+    """(m, l, o) in float64: weights are 127ths of the page's largest; chosen tokens at their full code, the tail as scanned."""
+    pages = page_valid.shape[1]
     tokens = keys.scan.shape[-1]
     valid = np.repeat(page_valid.numpy(), tokens, 1)[:, None, None, None, :]
     key_scan, value_scan = keys.planes.shape[-3], values.planes.shape[-3]

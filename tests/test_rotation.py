@@ -1,4 +1,4 @@
-"""Rotations: the same signs everywhere from integers alone, and R = (H (x) DCT) diag(signs) is orthonormal for every served head dim."""
+"""Rotations: signs from integers alone, the same everywhere; R = (H (x) DCT) diag(signs) is orthonormal for every head dim."""
 
 import hashlib
 import subprocess

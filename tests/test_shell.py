@@ -172,3 +172,23 @@ def test_faults(script, launcher, fault, message, status):
     for rank, busy in ((0, []), (1, ["--busy"])):
         expected = message and message.replace("{rank}", str(rank))
         fails_as(script, launcher, expected, status, "--fault", fault, "--rank", str(rank), *busy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
+def test_arguments_arrive_intact(script, launcher):
+    path = 'a dir/it\'s & "x".txt'  # C36
+    ended = run_command(launched(launcher, 2, script, "--text", path))
+    assert ended.status == 0 and ended.messages() == [], ended.err
+    assert ended.out.count(f"text {path}") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_killed_rank_is_noticed_by_the_others(script, launcher):
+    for rank in (0, 1):
+        expected = FAILED_ON.format(rank=1 - rank) + "lost another rank without a word from it"
+        ended = run_command(launched(launcher, 2, script, "--fault", "kill", "--rank", str(rank)))
+        assert ended.status != 0
+        assert len(ended.messages()) <= 1  # the launcher may be quicker and end the other rank before it can speak
+        assert all(re.search(expected, line) for line in ended.messages())

@@ -1,0 +1,46 @@
+"""Ranks that differ in configuration, model or rotation are told apart, by real ranks."""
+
+from types import SimpleNamespace
+
+from ranks import run_ranks
+
+LAYERS = 3
+
+
+def disagreements(mesh):
+    """What each of three ranks concludes: all equal; rank 2 with another seed; rank 1 with another model; one flipped word."""
+    from bitkv_dist.agreement import compare, require
+    from bitkv_dist.config import CacheConfig
+
+    rank = mesh.world.rank
+    model = SimpleNamespace(fingerprint=2**64 - 1, layers=LAYERS, kv_heads=2, head_dim=80)
+    digest = require(mesh, model, CacheConfig())
+    seed = compare(mesh, model, CacheConfig(seed=int(rank == 2)))
+    flip = compare(mesh, model, CacheConfig(), flip_word_of_layer=1 if rank == 0 else None)
+    model.fingerprint -= rank == 1
+    other = compare(mesh, model, CacheConfig())
+    refusal = ""
+    try:
+        require(mesh, model, CacheConfig())
+    except RuntimeError as error:
+        refusal = str(error)
+    found = {"seed": seed.mismatches, "flip": flip.mismatches, "model": other.mismatches}
+    return digest, {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()}, refusal
+
+
+def test_who_differs_where_and_why():
+    results = run_ranks(3, disagreements)
+    digests, concluded, refusals = zip(*results, strict=True)
+    assert len(set(digests)) == 1 and len(digests[0]) == 16
+    assert (
+        concluded[0]
+        == concluded[1]
+        == concluded[2]
+        == {
+            "seed": [(2, layer, "configuration") for layer in range(LAYERS)],
+            "flip": [(0, 1, "rotation words")],
+            "model": [(1, layer, "model") for layer in range(LAYERS)],
+        }
+    )
+    assert len(set(refusals)) == 1
+    assert refusals[0].startswith("rank 1 differs from the others in layer 0 (and 2 more): another model;")
