@@ -33,6 +33,7 @@ class RefineConfig:
     scope: str = "granule"  # granule: chosen inside each 512 tokens | global: among all sealed tokens
     granularity: str = "group"  # group: one set per GQA group | head: one per query head
     min_tokens: int = 1  # at least so many, per granule (or per sequence with scope global)
+    skip_below: float | None = None  # a granule whose best token weighs less than 2^-skip_below of the exact tokens refines nothing
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -41,6 +42,13 @@ class RefineConfig:
         one_of(self, "granularity", ("group", "head"))
         between(self, "value", 0, 1)
         between(self, "min_tokens", 0, GRANULE_TOKENS)
+        if self.skip_below is not None and self.skip_below <= 0:
+            refuse(self, "skip_below", "must be above 0 bits", "20 skips what is below a millionth")
+        if self.scope == "global":
+            if self.rule == "mass":
+                refuse(self, "scope", "rule mass chooses inside each granule", "take rule fraction or scope granule")
+            if self.skip_below is not None:
+                refuse(self, "skip_below", "scope global refines nothing in granules that do not matter", "leave it out")
         if self.rule == "mass" and self.value == 0:
             refuse(self, "value", "a mass of 0 selects nothing", "give the weight to cover, such as 0.95")
 

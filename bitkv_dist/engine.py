@@ -45,7 +45,8 @@ class Engine:
     def __init__(self, model: ServedModel, cache: CacheConfig, mesh: Mesh, generate: GenerateConfig, audit: bool = False) -> None:
         """audit: every rank also encodes the pages that it does not own, for `page_digests` to compare."""
         self.model, self.cache_config, self.mesh, self.config, self.audit = model, cache, mesh, generate, audit
-        self.heads = HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device)
+        group = model.local_heads // model.local_kv_heads
+        self.heads = HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group)
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         self.cache: PackedCache | None = None
         self.layer_digests = self.agree()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import torch
@@ -41,11 +42,12 @@ class SealedStore:
             slot -= len(slab)
         raise IndexError(granule)
 
-    def blocks(self, most: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order."""
+    def blocks(self, most: int, before: int | None = None) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order; only granules < before."""
         first = 0
+        count = len(self.granules) if before is None else bisect_left(self.granules, before)
         for slab in self.slabs:
-            used = min(len(slab), len(self.granules) - first)
+            used = min(len(slab), count - first)
             for start in range(0, used, most):
                 stop = min(start + most, used)
                 yield slab[start:stop], self.granules[first + start : first + stop]

@@ -44,12 +44,9 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
     argv = sys.argv[1:] if argv is None else argv
     _leave_source_folder()
     try:
-        status = _finish(main(argv) or 0)
+        status = _finish(_called(main, argv))
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:  # --help
-            status = _finish(0)
-        else:
-            status = _fail(error, name, debug="--debug" in argv or bool(os.environ.get("BITKV_DEBUG")))
+        status = _fail(error, name, debug="--debug" in argv or bool(os.environ.get("BITKV_DEBUG")))
     _exit(status)
 
 
@@ -79,6 +76,15 @@ def launched_size() -> int:
 def _first_number(names: tuple[str, ...], default: int) -> int:
     value = next((os.environ[name] for name in names if name in os.environ), "")
     return int(value) if value.isdecimal() else default
+
+
+def _called(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    try:
+        return main(argv) or 0
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+        return 0  # --help
 
 
 def _finish(status: int) -> int:

@@ -1,6 +1,8 @@
 """The bit-plane codec: what a page's bytes are, what they give back, and how much attention over them loses."""
 
+import hashlib
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -89,8 +91,9 @@ def test_heads_of_two_ranks_are_the_heads_of_one(drawn):
     fields, k, v = drawn
     heads = k.shape[1]
     whole = codec_of(k.shape[-1], heads, **fields).encode(k, v)
-    parts = [codec_of(k.shape[-1], 1, first_head=head, **fields).encode(k[:, head : head + 1], v[:, head : head + 1]) for head in range(heads)]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    for head in range(heads):
+        own = slice(head, head + 1)
+        assert torch.equal(codec_of(k.shape[-1], first_head=head, **fields).encode(k[:, own], v[:, own]), whole[:, own])
 
 
 def test_layers_seeds_and_sides_are_rotated_differently():
@@ -110,11 +113,11 @@ def test_bfloat16_pages_are_those_of_their_float32_values():
 
 
 def test_bytes_are_pinned():
-    """The format on disk: digests of a page of a known sequence, for the default and the tiered depth."""
-    x = torch.sin(torch.arange(2 * 128 * 64, dtype=torch.float64).reshape(1, 2, 128, 64) * 0.37) * 3
-    found = [codec_of(heads=2, **bits(4, scanned)).encode(x.float(), -x.float()).to(torch.int64) for scanned in (None, 1)]
-    place = torch.arange(1, found[0].numel() + 1)
-    assert [int((record.flatten() * place[: record.numel()]).sum()) for record in found] == []
+    """The format: records of a page made of integers, for 4 bits all scanned and for one of them scanned."""
+    x = ((torch.arange(2 * 128 * 64) * 2654435761 % 4096) - 2048).float().view(1, 2, 128, 64) / 512
+    records = [codec_of(heads=2, seed=5, **bits(4, scanned)).encode(x, x.flip(2)) for scanned in (None, 1)]
+    digests = [hashlib.sha256(record.numpy().tobytes()).hexdigest()[:16] for record in records]
+    assert digests == ["c958b528f5864b0f", "010985e1b1ba1447"]
 
 
 # -------------------------------------------------------------------------------------------------- sizes and layout
@@ -124,7 +127,7 @@ def test_bytes_are_pinned():
 @pytest.mark.parametrize("page_tokens", [64, 128])
 @pytest.mark.parametrize(("stored", "scanned"), [(1, None), (2, None), (2, 1), (3, 2), (4, 1), (4, None), (8, 2)])
 def test_record_bytes(dim, page_tokens, stored, scanned):
-    """C20: D * bits / 8 bytes of codes a token, two bytes a scale, two a centroid element, every field on a 16-byte boundary."""
+    """C20: D * bits / 8 bytes of codes a token, two bytes a scale, two a centroid element, all fields on 16-byte boundaries."""
     codec = codec_of(dim, page_tokens=page_tokens, **bits(stored, scanned))
     fields = codec.layout.fields
     codes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "low") if side + name in fields)
@@ -135,7 +138,7 @@ def test_record_bytes(dim, page_tokens, stored, scanned):
     assert all(field.offset % 16 == 0 for field in fields.values())
     assert codec.record_bytes == codes + scales + 4 * dim  # no padding: all fields are multiples of 16 bytes
     ends = [field.offset + field.bytes for field in fields.values()]
-    assert ends == [field.offset for field in fields.values()][1:] + [codec.record_bytes]
+    assert ends == [*(field.offset for field in list(fields.values())[1:]), codec.record_bytes]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +159,10 @@ def test_a_dim_without_a_rotation_is_refused(dim):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("stored", "share"), [(1, 0.375), (2, 0.128), (3, 0.042), (4, 0.0135), (8, 6e-5)])
-def test_lost_energy_of_normal_pages(dim, stored, share):
+@pytest.mark.parametrize(
+    ("stored", "least", "most"), [(1, 0.33, 0.37), (2, 0.09, 0.12), (3, 0.023, 0.037), (4, 0.0055, 0.011), (8, 1.8e-5, 5e-5)]
+)
+def test_lost_energy_of_normal_pages(dim, stored, least, most):
     """The share of the energy around the centroid that a code loses, keys and values alike, whatever is scanned."""
     torch.manual_seed(dim)
     k, v = torch.randn(2, 4, 2, 128, dim)
@@ -165,7 +170,7 @@ def test_lost_energy_of_normal_pages(dim, stored, share):
         codec = codec_of(dim, 2, **bits(stored, scanned))
         for x, found in zip((k, v), codec.decode(codec.encode(k, v)), strict=True):
             lost = (found - x).square().sum() / (x - x.mean(2, keepdim=True)).square().sum()
-            assert 0.6 * share < lost < share
+            assert least < lost < most
 
 
 @pytest.mark.parametrize(("scanned", "stored"), sorted(NOISE))
@@ -186,16 +191,23 @@ def test_noise_is_what_codes_lose_on_normal_data(scanned, stored):
 @pytest.mark.parametrize("value", [2.0, 0.0, 1e-30, -24.0])
 @pytest.mark.parametrize("stored", [1, 2, 4])
 def test_constant_pages_come_back(value, stored):
-    """C05: within one fp16 step of the value, with one code for zero and finite scales."""
+    """C05: what fp16 keeps of the value, to the bit."""
     k = torch.full((1, 1, 128, 64), value)
     codec = codec_of(**bits(stored))
     records = codec.encode(k, -k)
-    step = float(np.spacing(np.float16(value)))
     for x, found in zip((k, -k), codec.decode(records), strict=True):
-        assert (found - x).abs().max() <= step
-    for side in "KV":
-        assert torch.isfinite(codec.layout.view(records, side + "scan")).all()
-    assert torch.equal(codec.encode(k * 0, k * 0), codec.encode(-k * 0, -k * 0))  # +0 and -0
+        assert torch.equal(found, x.half().float())
+    assert all(torch.isfinite(codec.layout.view(records, side + "scan")).all() for side in "KV")
+
+
+@pytest.mark.parametrize("stored", [1, 2, 4])
+def test_zero_has_one_code_whatever_its_sign(stored):
+    """C05. A page that equals its centroid has the code of zero too."""
+    codec = codec_of(**bits(stored))
+    zero = torch.zeros(1, 1, 128, 64)
+    planes = [codec.layout.view(codec.encode(x, x), side + "planes") for x in (zero, -zero, zero + 2) for side in "KV"]
+    for found in planes:
+        assert (found[:, :, 0] == -1).all() and not found[:, :, 1:].any()  # sign bit 1, low bits 0: half a step above zero
 
 
 def test_one_element_one_step_off_a_constant_page():
@@ -259,9 +271,10 @@ def test_attention_error_falls_with_the_bits(dim):
     torch.manual_seed(dim)
     k, v = torch.randn(2, 4, 2, 128, dim)
     q = torch.randn(2, 1, 2, dim) * dim**-0.5 * math.log2(math.e)
-    errors = [relative_error(attend(codec_of(dim, 2, **bits(stored)), q, k, v), attention(q, k, v)) for stored in (1, 2, 4, 8)]
-    assert all(a > 1.5 * b for a, b in zip(errors, errors[1:], strict=False))
-    assert errors[2] < 0.2 and errors[3] < 0.02
+    answer = attention(q, k, v)
+    errors = [relative_error(attend(codec_of(dim, 2, **bits(stored)), q, k, v), answer) for stored in (1, 2, 4, 8)]
+    assert all(fewer > factor * more for (fewer, more), factor in zip(pairwise(errors), (1.3, 2.5, 5), strict=True))
+    assert errors[-1] < 0.025
 
 
 def test_refining_everything_is_the_full_code_and_refining_some_lies_between():

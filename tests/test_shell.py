@@ -29,7 +29,8 @@ def main(argv):
     import torch
     mesh = start(ParallelConfig(device="cpu", start_timeout_s=60, step_timeout_s=60))
     mesh.ready()
-    print(f"text {args.text}", flush=True)
+    sys.stdout.write(f"text {args.text}\\n")  # at once, or the lines of two ranks mix
+    sys.stdout.flush()
     if mesh.world.rank == args.rank or args.rank < 0:
         print(f"fault at {time.time()}", file=sys.stderr, flush=True)
         if args.fault == "raise":
@@ -180,7 +181,7 @@ def test_arguments_arrive_intact(script, launcher):
     path = 'a dir/it\'s & "x".txt'  # C36
     ended = run_command(launched(launcher, 2, script, "--text", path))
     assert ended.status == 0 and ended.messages() == [], ended.err
-    assert ended.out.count(f"text {path}") == 2
+    assert ended.out.splitlines().count(f"text {path}") == 2
 
 
 @pytest.mark.slow

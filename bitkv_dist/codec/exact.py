@@ -18,10 +18,17 @@ class DenseAttention:
     tokens: int
     record_bytes: int
 
-    def prepare(self, q: torch.Tensor) -> torch.Tensor:
+    def tuning(self) -> None:
+        return None
+
+    def prepare(self, q: torch.Tensor, tuning: None = None) -> torch.Tensor:
         return q
 
-    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+    def choice(self, tuning: None, exact: Partial) -> None:
+        return None
+
+    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
+               choice: None) -> tuple[Partial, ReadCount]:
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]

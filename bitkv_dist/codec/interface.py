@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import CacheConfig
 from bitkv_dist.partial import Partial
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The attention heads that a rank serves: global index of its first KV head, KV heads, head dim, layers and the model's dtype."""
+    """The attention heads that a rank serves: layers, global index of its first KV head, KV heads, head dim, the model's dtype."""
 
     layers: int
     first_kv_head: int
@@ -21,6 +22,7 @@ class HeadShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
+    group: int | None = None  # query heads per KV head, for codecs that learn from an exact prefill
 
 
 @dataclass
@@ -50,12 +52,25 @@ class Codec(Protocol):
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 [..., HK, record_bytes] -> k, v fp32 [..., HK, P, D]: what the stored bits stand for."""
 
-    def prepare(self, q: torch.Tensor) -> Any:
-        """Queries fp32 [HK, Q, G, D], multiplied by softmax scale * log2 e, in the form that `attend` takes; done once per layer and step."""
+    def tuning(self) -> Tuning | None:
+        """What one sequence's prompt will teach this codec; None: nothing."""
 
-    def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
-        """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
-        m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space."""
+    def measure(self, lesson: str, q: torch.Tensor, tuning: Tuning, records: torch.Tensor, page_valid: torch.Tensor,
+                keys: torch.Tensor | None) -> Partial:
+        """Statistics of one of `tuning.lessons` for queries q fp32 [HK, Q, G, D] in base 2, a partial per granule; merged over all
+        granules they go to `tuning.learn`. keys [n, HK, pages * P, D]: the granules' exact keys; without them, what the full codes
+        score stands for the truth."""
+
+    def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> Any:
+        """Queries fp32 [HK, Q, G, D], multiplied by softmax scale * log2 e, in the form that `attend` takes; once per layer and step."""
+
+    def choice(self, tuning: Tuning | None, exact: Partial) -> Any:
+        """How a step's queries choose what they refine; exact: the partial [HK, Q, G] of the tokens that are not sealed."""
+
+    def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
+               choice: Any) -> tuple[Partial, ReadCount]:
+        """records uint8 [n, pages, HK, record_bytes] of the granules with these global indices int64 [n], page_valid bool [n, pages]
+        -> one partial per granule, m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space."""
 
     def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""

@@ -10,6 +10,7 @@ import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.record import RecordLayout
+from bitkv_dist.codec.tuning import SLOPE, Tuning
 from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.partial import Partial
@@ -38,8 +39,7 @@ class PlanesCodec:
         self.record_bytes = self.layout.bytes
         self.signs = {side: layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.noise = NOISE if config.correction else dict.fromkeys(NOISE, 0.0)
-        rule = config.refine
-        self.selection = reference.Selection(rule.value, rule.min_tokens, rule.granularity == "group") if config.refines else None
+        self.selection = make_selection(config)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
@@ -76,16 +76,54 @@ class PlanesCodec:
         k, v = (reference.decode(self.load(records, side), self.signs[side], *self.depth(side), side) for side in "KV")
         return k, v
 
-    def prepare(self, q: torch.Tensor) -> reference.Query:
-        return reference.quantize_query(q, self.signs["K"])
+    def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> reference.Query:
+        query = reference.quantize_query(q, self.signs["K"])
+        if tuning is None:
+            return query
+        factor, offset = (part if part is None else part.expand_as(query.scale) for part in (tuning.factor, tuning.offset))
+        return query._replace(factor=factor, offset=offset)
 
-    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> tuple[Partial, ReadCount]:
+    def choice(self, tuning: Tuning | None, exact: Partial) -> reference.Selection | None:
+        """How a step chooses, given the partial [HK, Q, G] of its exact tokens."""
+        if self.selection is None:
+            return None
+        found = self.selection
+        if tuning is not None and tuning.tail is not None:
+            found = found._replace(tail=tuning.tail)
+        if self.config.refine.skip_below is not None:
+            found = found._replace(floor=exact.m + torch.log2(exact.l) - self.config.refine.skip_below)
+        return found
+
+    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
+               choice: reference.Selection | None) -> tuple[Partial, ReadCount]:
         keys, values = self.load(records, "K"), self.load(records, "V")
-        found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, self.selection)
+        found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, choice, granules)
         return Partial(found.m, found.l, found.o), self.count_reads(page_valid, found.refined)
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][:, None, None, :]))
+
+    def scan(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> torch.Tensor:
+        """Scanned scores [n, HK, Q, G, pages * P] of n granules, base 2, -inf where no page is sealed."""
+        noise = self.noise[self.config.key_scan_bits, self.config.key_bits]
+        return reference.key_scores(query, self.load(records, "K"), page_valid, 0, noise)
+
+    def tuning(self) -> Tuning | None:
+        tuning = Tuning(self.config)
+        return tuning if tuning.lessons else None
+
+    def measure(self, lesson: str, q: torch.Tensor, tuning: Tuning, records: torch.Tensor, page_valid: torch.Tensor,
+                keys: torch.Tensor | None) -> Partial:
+        query, plane = self.prepare(q, tuning)._replace(offset=None), self.load(records, "K")
+        if keys is None:
+            truth = reference.key_scores(query._replace(factor=None), plane, page_valid, self.key_low, 0.0)
+        else:
+            truth = reference.true_scores(q, keys, page_valid)
+        if lesson == SLOPE:
+            sums = reference.slope_sums(query, plane, page_valid, truth)
+            return Partial(torch.zeros_like(sums[..., 0]), torch.ones_like(sums[..., 0]), sums)  # with m = 0, merging adds
+        choices = [self.selection._replace(tail=torch.full((1, 1, 1), tail, device=q.device)) for tail in tuning.tails]
+        return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, choices or [self.selection]))
 
     def count_reads(self, page_valid: torch.Tensor, refined: torch.Tensor | None) -> ReadCount:
         """Planes, scan scales and centroids of every sealed token; low bits and full scales of the refined ones, once per KV head."""
@@ -98,6 +136,15 @@ class PlanesCodec:
             count.refined = int(refined.any(dim=3).sum())
             count.bits += count.refined * sum(low * dim + 16 for low in (self.key_low, self.value_low) if low)
         return count
+
+
+def make_selection(config: CacheConfig) -> reference.Selection | None:
+    """The refinement rule of a layer before its prompt has taught it anything; None where all planes are scanned."""
+    if not config.refines:
+        return None
+    rule = config.refine
+    tail = torch.full((1, 1, 1), 1 - rule.value) if rule.rule == "mass" else None
+    return reference.Selection(rule.value, rule.min_tokens, rule.granularity == "group", tail)
 
 
 def page_layout(config: CacheConfig, dim: int) -> RecordLayout:

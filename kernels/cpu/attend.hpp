@@ -70,10 +70,8 @@ struct Work {
 };
 
 inline void load_halves(const uint8_t* from, int64_t n, std::vector<float>& to) {
-    const int64_t old = int64_t(to.size());
-    to.resize(old + n);
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(from);
-    for (int64_t i = 0; i < n; ++i) to[old + i] = half_to_float(halves[i]);
+    to.resize(to.size() + n);
+    halves_to_floats(reinterpret_cast<const uint16_t*>(from), n, to.data() + to.size() - n);
 }
 
 inline void load_page_metadata(const Layout& l, const Granule& granule, Work& w) {
@@ -200,7 +198,7 @@ inline int64_t attend(const Layout& l, const Queries& q, int64_t head, const Gra
                 for (int64_t r = 0; r < G; ++r) {
                     const float* score = &w.scores[r * total];
                     const float peak = max16(score, total);
-                    for (int64_t t = 0; t < total; ++t) w.p[t] = exp2_fast(score[t] - peak);
+                    exp2_shifted(score, peak, total, w.p.data());
                     const float lse = peak + std::log2(sum16(w.p.data(), total));
                     for (int64_t t = 0; t < total; ++t) {
                         const float rank = score[t] - lse;
@@ -229,7 +227,7 @@ inline int64_t attend(const Layout& l, const Queries& q, int64_t head, const Gra
         for (int64_t r = 0; r < G; ++r) {
             const float* score = &w.scores[r * total];
             m[r] = max16(score, total);
-            for (int64_t t = 0; t < total; ++t) w.p[r * total + t] = exp2_fast(score[t] - m[r]);
+            exp2_shifted(score, m[r], total, &w.p[r * total]);
             sum[r] = 0.0f;
         }
 
@@ -314,7 +312,8 @@ inline void attend_exact(int64_t dim, int64_t count, int64_t row_stride, const f
         p[t] = sum16(product.data(), dim);
     }
     *m = max16(p.data(), count);
-    for (int64_t t = 0; t < count; ++t) p[t] = exp2_fast(p[t] - *m);
+    const float peak = *m;
+    for (int64_t t = 0; t < count; ++t) p[t] = exp2_fast(p[t] - peak);
     *l = sum16(p.data(), count);
     for (int64_t t = 0; t < count; ++t)
         for (int64_t d = 0; d < dim; ++d) o[d] += p[t] * v[t * row_stride + d];

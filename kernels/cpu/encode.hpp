@@ -26,9 +26,9 @@ inline void tree_sum(float* x, int64_t rows) {
 }
 
 struct Scratch {
-    std::vector<float> z, work, level;
+    std::vector<float> z, work, level, best;
     std::vector<uint8_t> code;
-    Scratch(int64_t tokens, int64_t dim) : z(tokens * dim), work(dim * LANES), level(dim * LANES), code(tokens * dim) {}
+    Scratch(int64_t tokens, int64_t dim) : z(tokens * dim), work(dim * LANES), level(dim * LANES), best(dim * LANES), code(tokens * dim) {}
 };
 
 // Sixteen vectors z [D][LANES] -> codes [D][LANES], and the stored scales (full, scan) as halves.
@@ -50,32 +50,38 @@ inline void quantize(const float* z, int64_t dim, int64_t bits, int64_t scan_bit
         for (int64_t t = 0; t < LANES; ++t) full[t] = float_to_half(clamp_half(total[t] / float(dim)));
     } else {
         const float half_range = ((1 << bits) - 1) / 2.0f, low = -float(1 << (bits - 1)), high = float((1 << (bits - 1)) - 1);
-        float best[LANES], scale[LANES], step[LANES];
+        float best[LANES], scale[LANES], step[LANES], best_scale[LANES];
         for (int f = 0; f < 17; ++f) {
             const float factor = float((40 + 5 * f) / 100.0);
-            uint16_t stored[LANES];
             for (int64_t t = 0; t < LANES; ++t) {
-                stored[t] = float_to_half(clamp_half(peak[t] * factor / half_range));
-                scale[t] = half_to_float(stored[t]);
+                scale[t] = half_to_float(float_to_half(clamp_half(peak[t] * factor / half_range)));
                 step[t] = scale[t] == 0.0f ? 1.0f : scale[t];
             }
             for (int64_t d = 0; d < dim; ++d)
                 for (int64_t t = 0; t < LANES; ++t) {
                     const float x = z[d * LANES + t];
                     float cell = std::floor(x / step[t]);
-                    cell = cell < low ? low : cell > high ? high : cell;
+                    cell = cell < low ? low : cell;
+                    cell = cell > high ? high : cell;
                     s.level[d * LANES + t] = cell;
                     const float error = (cell + 0.5f) * scale[t] - x;
                     work[d * LANES + t] = error * error;
                 }
             tree_sum(work, dim);
+            int32_t better[LANES];
             for (int64_t t = 0; t < LANES; ++t) {
-                if (f && !(work[t] < best[t])) continue;
-                best[t] = work[t];
-                full[t] = stored[t];
-                for (int64_t d = 0; d < dim; ++d) code[d * LANES + t] = uint8_t(int(s.level[d * LANES + t]) + (1 << (bits - 1)));
+                better[t] = f == 0 || work[t] < best[t];
+                best[t] = better[t] ? work[t] : best[t];
+                best_scale[t] = better[t] ? scale[t] : best_scale[t];
             }
+            for (int64_t d = 0; d < dim; ++d)
+                for (int64_t t = 0; t < LANES; ++t) {
+                    float& kept = s.best[d * LANES + t];
+                    kept = better[t] ? s.level[d * LANES + t] : kept;
+                }
         }
+        for (int64_t t = 0; t < LANES; ++t) full[t] = float_to_half(best_scale[t]);
+        for (int64_t i = 0; i < dim * LANES; ++i) code[i] = uint8_t(int(s.best[i]) + (1 << (bits - 1)));
     }
     if (scan_bits == bits && !unbiased) {
         std::memcpy(scan, full, LANES * 2);
@@ -101,37 +107,32 @@ inline void quantize(const float* z, int64_t dim, int64_t bits, int64_t scan_bit
     if (scan_bits == bits) std::memcpy(full, scan, LANES * 2);
 }
 
-// The interleaved planes: one byte holds bit `shift` of eight codes, `step` apart (tokens for keys, dims for values). code is [P][D].
-inline void pack_planes(const Layout& l, Side side, const uint8_t* code, uint8_t* out) {
-    const int64_t P = l.tokens, D = l.dim;
-    for (int64_t shift = l.bits[side] - 1; shift >= l.bits[side] - l.scan_bits[side]; --shift) {
-        if (side == KEYS) {
-            for (int64_t g = 0; g < D / 4; ++g)
-                for (int64_t i = 0; i < P / 8; ++i)
-                    for (int64_t b = 0; b < 4; ++b) {
-                        uint8_t byte = 0;
-                        for (int64_t j = 0; j < 8; ++j) byte |= ((code[(i + P / 8 * j) * D + 4 * g + b] >> shift) & 1) << j;
-                        *out++ = byte;
-                    }
-        } else {
-            for (int64_t u = 0; u < P / 4; ++u)
-                for (int64_t i = 0; i < D / 8; ++i)
-                    for (int64_t b = 0; b < 4; ++b) {
-                        uint8_t byte = 0;
-                        for (int64_t j = 0; j < 8; ++j) byte |= ((code[(4 * u + b) * D + i + D / 8 * j] >> shift) & 1) << j;
-                        *out++ = byte;
-                    }
-        }
+// Byte i = bit `shift` of codes[i + step * j] in its bit j, for i < step.
+inline void gather_bits(const uint8_t* codes, int64_t step, int64_t shift, uint8_t* bytes) {
+    for (int64_t i = 0; i < step; ++i) bytes[i] = 0;
+    for (int64_t j = 0; j < 8; ++j)
+        for (int64_t i = 0; i < step; ++i) bytes[i] |= uint8_t(((codes[j * step + i] >> shift) & 1) << j);
+}
+
+// One plane: `rows` rows of 8 * width codes (keys: dims of P tokens, values: tokens of D dims) -> words [rows / 4][width], four rows a word.
+inline void pack_plane(const uint8_t* codes, int64_t rows, int64_t width, int64_t shift, uint8_t* out) {
+    uint8_t bytes[4][64];
+    for (int64_t row = 0; row < rows; row += 4, out += 4 * width) {
+        for (int64_t b = 0; b < 4; ++b) gather_bits(codes + (row + b) * 8 * width, width, shift, bytes[b]);
+        for (int64_t i = 0; i < width; ++i)
+            for (int64_t b = 0; b < 4; ++b) out[4 * i + b] = bytes[b][i];
     }
 }
 
-inline void pack_low(const Layout& l, Side side, const uint8_t* code, uint8_t* out) {
-    for (int64_t t = 0; t < l.tokens; ++t)
-        for (int64_t shift = l.bits[side] - l.scan_bits[side] - 1; shift >= 0; --shift)
-            for (int64_t d = 0; d < l.dim; d += 8) {
-                uint8_t byte = 0;
-                for (int64_t j = 0; j < 8; ++j) byte |= ((code[t * l.dim + d + j] >> shift) & 1) << j;
-                *out++ = byte;
+// The low bits, token-major: codes [P][D].
+inline void pack_low(const uint8_t* codes, int64_t tokens, int64_t dim, int64_t low_bits, uint8_t* out) {
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t shift = low_bits - 1; shift >= 0; --shift)
+            for (int64_t d = 0; d < dim; d += 8) {
+                uint64_t eight;
+                std::memcpy(&eight, codes + t * dim + d, 8);
+                eight = (eight >> shift) & 0x0101010101010101u;
+                *out++ = uint8_t((eight * 0x0102040810204080u) >> 56);  // bit 8 d -> bit d
             }
 }
 
@@ -159,13 +160,21 @@ inline void encode(const Layout& l, Side side, const float* x, const float* sign
     for (int64_t first = 0; first < P; first += LANES) {
         for (int64_t d = 0; d < D; ++d) std::memcpy(&block[d * LANES], z + d * P + first, LANES * sizeof(float));
         quantize(block.data(), D, l.bits[side], l.scan_bits[side], unbiased, s, codes.data(), full, scan);
-        for (int64_t t = 0; t < LANES; ++t)
-            for (int64_t d = 0; d < D; ++d) s.code[(first + t) * D + d] = codes[d * LANES + t];
+        for (int64_t d = 0; d < D; ++d) std::memcpy(&s.code[d * P + first], &codes[d * LANES], LANES);
         std::memcpy(record + l.scan[side] + 2 * first, scan, sizeof scan);
         if (l.scan_bits[side] < l.bits[side]) std::memcpy(record + l.full[side] + 2 * first, full, sizeof full);
     }
-    pack_planes(l, side, s.code.data(), record + l.planes[side]);
-    if (l.scan_bits[side] < l.bits[side]) pack_low(l, side, s.code.data(), record + l.low[side]);
+    std::vector<uint8_t> by_token(P * D);
+    for (int64_t d = 0; d < D; ++d)
+        for (int64_t t = 0; t < P; ++t) by_token[t * D + d] = s.code[d * P + t];
+    const int64_t low_bits = l.bits[side] - l.scan_bits[side];
+    for (int64_t plane = 0; plane < l.scan_bits[side]; ++plane) {
+        const int64_t shift = l.bits[side] - 1 - plane;
+        uint8_t* out = record + l.planes[side] + plane * (P * D / 8);
+        if (side == KEYS) pack_plane(s.code.data(), D, P / 8, shift, out);
+        else pack_plane(by_token.data(), P, D / 8, shift, out);
+    }
+    if (low_bits) pack_low(by_token.data(), P, D, low_bits, record + l.low[side]);
 }
 
 }  // namespace

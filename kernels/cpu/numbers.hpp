@@ -29,12 +29,22 @@ inline uint16_t float_to_half(float x) {
     return sign | ((magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13);
 }
 #endif
+inline void halves_to_floats(const uint16_t* from, int64_t n, float* to) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+#elif defined(__F16C__)
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#endif
+    for (; i < n; ++i) to[i] = half_to_float(from[i]);
+}
 inline float clamp_half(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, half to even
 inline int32_t round_int(float x) { return bits_of(x + ROUNDER) - bits_of(ROUNDER); }
 
-// 2^x for x <= 0 (and small positive x); below -126 it is 0. Error below 2 ulp: Taylor coefficients of 2^f on [-1/2, 1/2].
+// 2^x for x <= 0 (and small positive x); 0 below -126.5. Error below 2 ulp: Taylor coefficients of 2^f on [-1/2, 1/2]. No branch, so
+// that loops over it vectorise; NaN stays NaN.
 inline float exp2_fast(float x) {
     const float y = x < -127.0f ? -127.0f : x;
     const float shifted = y + ROUNDER;
@@ -47,8 +57,12 @@ inline float exp2_fast(float x) {
     p = p * f + 2.4022651e-1f;
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
-    const float scale = float_of((bits_of(shifted) - bits_of(ROUNDER) + 127) << 23);
-    return x < -126.0f ? 0.0f : p * scale;
+    return p * float_of((bits_of(shifted) - bits_of(ROUNDER) + 127) << 23);
+}
+
+// p = 2^(x - shift)
+inline void exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
+    for (int64_t i = 0; i < n; ++i) p[i] = exp2_fast(x[i] - shift);
 }
 
 // Sixteen interleaved running sums, then a fold: one order for every instruction set and thread count.

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from bitkv_dist.kernels.reference.pages import Plane, level_unit, levels
-from bitkv_dist.kernels.reference.scores import Query, score
+from bitkv_dist.kernels.reference.scores import Noise, Query, key_scores
 from bitkv_dist.kernels.reference.selection import Selection, select
 from bitkv_dist.kernels.reference.sums import divide, exp2, fold_sum, tree_sum
 
 
 def value_integers(weights: torch.Tensor, value_levels: torch.Tensor) -> torch.Tensor:
-    """Exact integer sums per page: weights 0..127 [n, pages, HK, R, P] x levels [n, pages, HK, P, D] -> fp32 integers [.., R, D]."""
+    """Exact integer sums per page: weights 0..127 [n, pages, HK, R, P] x levels [n, pages, HK, P, D] -> fp32 [.., R, D]."""
     return weights @ value_levels
 
 
@@ -31,7 +31,10 @@ def value_pass(weights: torch.Tensor, value_levels: torch.Tensor, unit: float) -
 
 
 class Attended(NamedTuple):
-    """Partials per granule in the rotated space: m, l fp32 [n, HK, Q, G], o fp32 [n, HK, Q, G, D]; refined = mask [n, HK, Q, G, T] or None."""
+    """Partials per granule in the rotated space: m, l fp32 [n, HK, Q, G], o fp32 [n, HK, Q, G, D].
+
+    refined: bool [n, HK, Q, G, T], or None without a selection.
+    """
 
     m: torch.Tensor
     l: torch.Tensor
@@ -40,31 +43,24 @@ class Attended(NamedTuple):
 
 
 def attend(query: Query, keys: Plane, values: Plane, page_valid: torch.Tensor, key_low: int, value_low: int,
-           noise: dict[tuple[int, int], float], selection: Selection | None) -> Attended:
+           noise: Noise, selection: Selection | None, granules: torch.Tensor | None = None) -> Attended:
     """Attention of one sequence's queries to n granules of sealed pages: scan, select, refine, softmax, values.
 
     keys and values: Plane with leading dims [n, pages, HK]. page_valid bool [n, pages]. key_low, value_low: bits below the scanned
-    planes. noise[(S, B)] = lost energy r^2 / (D a^2) of the top S planes of a B-bit code. Without `selection` the scanned planes
-    are all that is used. Selected tokens take their B-bit score and value; the tail keeps its scanned ones.
+    planes. Without `selection` the scanned planes are all that is used. Selected tokens take their B-bit score and value; the
+    tail keeps its scanned ones. granules int64 [n]: global indices, for a selection among the whole sequence.
     """
     pages, tokens = keys.full.shape[1], keys.full.shape[-1]
     key_scan, value_scan = keys.planes.shape[-3], values.planes.shape[-3]
-    valid = page_valid.repeat_interleave(tokens, 1)[:, None, None, None, :]
-    key_centroid, value_centroid = keys.centroid.float(), values.centroid.float()
+    value_centroid = values.centroid.float()
 
-    def key_scores(scanned: bool) -> torch.Tensor:
-        low = 0 if scanned else key_low
-        scales = (keys.scan if scanned else keys.full).float().transpose(1, 2).flatten(2)  # [n, HK, T]
-        codes = levels(keys, "K", low).transpose(1, 2).flatten(2, 3)  # [n, HK, T, D]
-        found = score(query, codes, scales, level_unit(key_scan + low), key_centroid, noise[key_scan + low, key_scan + key_low])
-        return torch.where(valid, found, -math.inf)
-
-    scores = key_scores(scanned=True)
+    scores = key_scores(query, keys, page_valid, 0, noise[key_scan, key_scan + key_low])
     refined = None
     if selection is not None:
-        refined = select(scores, page_valid.sum(1) * tokens, selection)
+        refined = select(scores, page_valid.sum(1) * tokens, selection, granules)
         if key_low:
-            scores = torch.where(refined, key_scores(scanned=False), scores)
+            full = key_scores(query, keys, page_valid, key_low, noise[key_scan + key_low, key_scan + key_low])
+            scores = torch.where(refined, full, scores)
 
     m = scores.amax(-1)
     p = exp2(scores - torch.where(torch.isinf(m), 0.0, m).unsqueeze(-1))

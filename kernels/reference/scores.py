@@ -1,4 +1,4 @@
-"""Scores of rotated, quantised queries on the codes of keys."""
+"""Scores of rotated, quantised queries on the codes of keys, all in base 2."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ from typing import NamedTuple
 
 import torch
 
+from bitkv_dist.kernels.reference.pages import Plane, level_unit, levels
 from bitkv_dist.kernels.reference.rotation import rotate
 from bitkv_dist.kernels.reference.sums import divide, fold_sum
 
+Noise = dict[tuple[int, int], float]  # [(S, B)]: energy r^2 / (D a^2) that the top S planes of a B-bit code lose
+
 
 class Query(NamedTuple):
-    """Rotated queries of one layer. codes fp32 integers -127..127 [HK, Q, G, D]; scale, norm2 fp32 [HK, Q, G]; rotated fp32 [HK, Q, G, D].
+    """Rotated queries of one layer, in base 2: they were multiplied by softmax scale * log2(e).
 
-    All in base 2: the query was multiplied by softmax scale * log2(e). norm2 = |q'|^2.
+    codes fp32 integers -127..127 [HK, Q, G, D]; scale, norm2 = |q'|^2 fp32 [HK, Q, G]; rotated fp32 [HK, Q, G, D].
+    factor, offset fp32 [HK, Q, G]: what a fitted score multiplies the coded part of scanned scores with and adds to them.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     norm2: torch.Tensor
     rotated: torch.Tensor
+    factor: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+
+    def at(self, positions: slice) -> Query:
+        """Some of the Q positions."""
+        return Query(*(part if part is None else part[:, positions] for part in self))
 
 
 def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
@@ -37,16 +47,39 @@ def score_integers(codes: torch.Tensor, key_levels: torch.Tensor) -> torch.Tenso
     return (rows @ key_levels.transpose(-1, -2)).unflatten(-2, codes.shape[1:3])
 
 
-def score(query: Query, key_levels: torch.Tensor, scales: torch.Tensor, unit: float, centroid: torch.Tensor, noise: float) -> torch.Tensor:
-    """Base-2 scores [n, HK, Q, G, T] = q.c + a_t <q, level> + 0.5 ln2 |q'|^2 noise a_t^2 (log-normal mean; `noise` = r^2 / (D a^2)).
+def score(query: Query, key_levels: torch.Tensor, scales: torch.Tensor, unit: float, centroid: torch.Tensor,
+          noise: float) -> torch.Tensor:
+    """Base-2 scores [n, HK, Q, G, T] = q.c + a_t <q, level> + 0.5 ln2 |q'|^2 noise a_t^2.
 
-    key_levels [n, HK, T, D]; scales fp32 [n, HK, T]; centroid fp32 [n, pages, HK, D], T = pages * P.
+    The last term is the log-normal mean, `noise` = r^2 / (D a^2). key_levels [n, HK, T, D]; scales fp32 [n, HK, T]; centroid fp32
+    [n, pages, HK, D], T = pages * P.
     """
     pages = centroid.shape[1]
     scales = scales[:, :, None, None, :]
     integers = score_integers(query.codes, key_levels)
-    base = fold_sum(query.rotated[None, None] * centroid[:, :, :, None, None, :]).movedim(1, -1)  # [n, HK, Q, G, pages]
+    base = centroid_scores(query, centroid)
     out = integers * query.scale.unsqueeze(-1) * (scales * unit)
     if noise:
         out = out + (query.norm2 * (0.5 * math.log(2) * noise)).unsqueeze(-1) * (scales * scales)
     return (out.unflatten(-1, (pages, -1)) + base.unsqueeze(-1)).flatten(-2)
+
+
+def centroid_scores(query: Query, centroid: torch.Tensor) -> torch.Tensor:
+    """q.c of every page, fp32 [n, HK, Q, G, pages]; centroid fp32 [n, pages, HK, D]."""
+    return fold_sum(query.rotated[None, None] * centroid[:, :, :, None, None, :]).movedim(1, -1)
+
+
+def key_scores(query: Query, keys: Plane, page_valid: torch.Tensor, low: int, noise: float) -> torch.Tensor:
+    """Scores [n, HK, Q, G, T] of sealed pages, -inf where there is none: keys with leading dims [n, pages, HK], page_valid [n, pages].
+
+    low: bits below the scanned planes to read; 0 scores the scan, with the query's factor and offset.
+    """
+    tokens, scan_bits = keys.full.shape[-1], keys.planes.shape[-3]
+    scales = (keys.full if low else keys.scan).float().transpose(1, 2).flatten(2)  # [n, HK, T]
+    codes = levels(keys, "K", low).transpose(1, 2).flatten(2, 3)  # [n, HK, T, D]
+    if not low and query.factor is not None:
+        query = query._replace(scale=query.scale * query.factor)
+    found = score(query, codes, scales, level_unit(scan_bits + low), keys.centroid.float(), noise)
+    if not low and query.offset is not None:
+        found = found + query.offset.unsqueeze(-1)
+    return torch.where(page_valid.repeat_interleave(tokens, 1)[:, None, None, None, :], found, -math.inf)
