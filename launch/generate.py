@@ -121,7 +121,7 @@ class _Run:
         self._load_s = time.perf_counter() - started
         grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
-        self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest()}, agreed by all ranks")
+        self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
 
     def batch(self, prompts: list[list[int]], keep: bool = False) -> None:
         """Generate for all prompts at once."""

@@ -1,0 +1,81 @@
+"""The exchange of a layer: what each rank sends, and that all of them end with the root of the whole tree."""
+
+import math
+
+import pytest
+import torch
+
+from bitkv_dist.parallel.exchange import combine, in_tree_order
+from bitkv_dist.parallel.placement import residue_count, residues, slots
+from bitkv_dist.partial import Partial, reduce_lanes
+
+DIM = 4
+
+
+def random_nodes(count: int, rows: tuple[int, ...], seed: int) -> Partial:
+    torch.manual_seed(seed)
+    return Partial(torch.randn(count, *rows) * 5, torch.rand(count, *rows) + 1, torch.randn(count, *rows, DIM))
+
+
+def only(nodes: Partial, own: list[int]) -> Partial:
+    """The rank's own nodes; the others hold NaN, which must never reach anyone."""
+    kept = Partial(*(torch.full_like(part, math.nan) for part in nodes))
+    for part, whole in zip(kept, nodes, strict=True):
+        part[own] = whole[own]
+    return kept
+
+
+def exchange(nodes: list[Partial], sequences: list[int], ranks: int) -> list[list[Partial]]:
+    """Every rank's roots. Ranks are run one after the other: once to collect what they send, once to receive."""
+    own = [[only(node, residues(rank, sequence, ranks)) for node, sequence in zip(nodes, sequences, strict=True)] for rank in range(ranks)]
+    sent = {}
+    for rank in range(ranks):
+        combine(own[rank], sequences, rank, ranks, lambda t, rank=rank: sent.setdefault(rank, t).expand(ranks, *t.shape))
+    stacked = torch.stack([sent[rank] for rank in range(ranks)])  # raises when the ranks' shapes differ
+    assert stacked.dtype == torch.float32
+    assert stacked.shape[1:3] == (len(sequences), slots(ranks))
+    assert not stacked.isnan().any()
+    return [combine(own[rank], sequences, rank, ranks, lambda t: stacked) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 12])
+@pytest.mark.parametrize("sequences", [[0], [1], [0, 1, 2], [4, 1]])
+def test_every_rank_gets_the_root(ranks, sequences):
+    nodes = [random_nodes(residue_count(ranks), (2, 1, 3), sequence) for sequence in sequences]
+    wanted = [reduce_lanes(node, 1).rows(0) for node in nodes]
+    for roots in exchange(nodes, sequences, ranks):
+        for root, whole in zip(roots, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(root, whole, strict=True))
+
+
+def test_one_rank_exchanges_nothing():
+    node = random_nodes(1, (2, 1, 3), 0)
+
+    def gather(tensor):
+        raise AssertionError("a world of one needs no exchange")
+
+    (root,) = combine([node], [0], 0, 1, gather)
+    assert all(torch.equal(a, b[0]) for a, b in zip(root, node, strict=True))
+
+
+def test_padding_is_the_empty_partial():
+    """5 ranks share 32 nodes: three of them send 6, the others pad to 7."""
+    sent = []
+    nodes = random_nodes(32, (1,), 0)
+    for rank in range(5):
+        combine([nodes], [0], rank, 5, lambda t: sent.append(t) or t.new_zeros(5, *t.shape))
+    counts = [len(residues(rank, 0, 5)) for rank in range(5)]
+    assert counts == [7, 7, 6, 6, 6]
+    for count, tensor in zip(counts, sent, strict=True):
+        padding = tensor[0, count:, 0]
+        assert padding.tolist() == [[-math.inf] + [0.0] * (1 + DIM)] * (7 - count)
+
+
+@pytest.mark.parametrize(("ranks", "sequence"), [(2, 1), (3, 0), (3, 2), (6, 1)])
+def test_received_nodes_are_put_in_tree_order(ranks, sequence):
+    """Every node carries its residue as its maximum."""
+    gathered = torch.full((ranks, slots(ranks), 2 + DIM), -math.inf)
+    for rank in range(ranks):
+        for slot, residue in enumerate(residues(rank, sequence, ranks)):
+            gathered[rank, slot] = residue
+    assert in_tree_order(gathered, sequence, ranks).m.tolist() == list(range(residue_count(ranks)))
