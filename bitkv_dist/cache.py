@@ -10,7 +10,7 @@ import torch
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PackedLayer, digest
-from bitkv_dist.partial import Partial, reduce_lanes
+from bitkv_dist.partial import Partial, root
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shard:
     ranks: int = 1
     nodes: int = 1
     owns: Callable[[int, int], bool] = lambda granule, sequence: True
-    reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [reduce_lanes(node, 1).rows(0) for node in nodes]
+    reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [root(node) for node in nodes]
     gather: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unsqueeze(0)
 
 
@@ -86,6 +86,14 @@ class PackedCache:
         """Bits per key or value element of a sealed page, all metadata counted, mean over layers."""
         record_bytes = sum(layer.codec.record_bytes for layer in self.layers) / len(self.layers)
         return record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
+
+    def mass_covered(self) -> list[list[float]]:
+        """Per layer: the share of the true sealed weight that rule mass refined for the probes, of every sequence and local head."""
+        found = []
+        for layer in self.layers:
+            tunings = [state.tuning for state in layer.states if state.tuning is not None]
+            found.append([share for tuning in tunings if tuning.covered is not None for share in tuning.covered.flatten().tolist()])
+        return found
 
     def sealed_tokens(self, sequence: int) -> int:
         """Sealed tokens of a sequence over all ranks."""

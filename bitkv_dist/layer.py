@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from bitkv_dist.calibration import Probe, chunk_probes, granule_keys, probe_ends, prompt_probes
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.prefill import causal_attention
-from bitkv_dist.kernels.reference import attend_dense
-from bitkv_dist.partial import Partial, empty, fill_lanes, lane_width, merge, reduce_lanes
-from bitkv_dist.sealed import SealedStore
+from bitkv_dist.kernels.reference import Query, Whole, attend_dense
+from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
+from bitkv_dist.sequence import SequenceState
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
@@ -31,38 +33,15 @@ def digest(record: torch.Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(record.cpu().contiguous().numpy().tobytes(), digest_size=8).digest(), "little")
 
 
-class SequenceState:
-    """One sequence in one layer: exact rows [2 (K, V), HK, capacity, D] (sink tokens, then the recent window) and sealed pages."""
-
-    def __init__(self, cache: PackedCache, record_bytes: int) -> None:
-        shape, config = cache.heads, cache.config
-        self.length = 0
-        self.page_tokens, self.first_page = config.page_tokens, config.sink_rounded // config.page_tokens
-        self.sealed_end = config.sink_rounded  # tokens before it are sealed, or in the sink
-        self.exact = torch.zeros(2, shape.kv_heads, config.sink_rounded + config.recent_tokens + config.page_tokens, shape.head_dim, dtype=shape.dtype, device=shape.device)
-        self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
-        self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
-
-    def exact_count(self, sink: int) -> int:
-        """Rows of `exact` in use."""
-        return min(self.length, sink) + max(0, self.length - self.sealed_end)
-
-    def pages(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(global page index, record [HK, record_bytes]) of the sealed pages held here, in token order."""
-        for records, granules in self.sealed.blocks(1):
-            for place, record in enumerate(records[0]):
-                page = granules[0] * records.shape[1] + place
-                if self.first_page <= page < self.sealed_end // self.page_tokens:
-                    yield page, record
-
-
 class PackedLayer:
     """One layer's keys and values of all sequences. The object itself travels through the model's attention as an opaque handle."""
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         self.cache, self.index = cache, index
         self.codec = make_codec(cache.config.for_layer(index), cache.heads, index)
-        self.states = [SequenceState(cache, self.codec.record_bytes) for _ in range(cache.sequences)]
+        self.states = [
+            SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning()) for _ in range(cache.sequences)
+        ]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
 
@@ -99,11 +78,13 @@ class PackedLayer:
         prompt, state.prompt = state.prompt, None
         state.length = prompt.shape[2]
         self.keep(sequence, self.seal_due(sequence, state.length, prompt))
+        if state.tuning is not None:
+            self.calibrate(sequence, prompt_probes(state, self.cache.heads, self.cache.shard.gather), prompt[0])
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
         """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
         state, sink = self.states[sequence], self.cache.config.sink_rounded
-        before = state.exact_count(sink)
+        before = state.exact_count()
         rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, :before])
         state.length += kv.shape[2]
         if kv.shape[2] > 1:
@@ -117,8 +98,7 @@ class PackedLayer:
         """Seal the pages that are due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns the rows that stay exact."""
         config, state = self.cache.config, self.states[sequence]
         page, sink = config.page_tokens, config.sink_rounded
-        recent = max(1, config.recent_tokens)  # the newest token is always exact: a step seals before it has stored its own
-        end = max(state.sealed_end, (length - recent) // page * page)
+        end = state.sealed_at(length)
         count = end - state.sealed_end
         if count == 0:
             return rows
@@ -155,62 +135,125 @@ class PackedLayer:
 
     def attend(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [rows, H, n, D] of the step's sequences -> [rows, n, H, D] in the model's dtype."""
-        shape = self.cache.heads
-        grouped = q.unflatten(1, (shape.kv_heads, -1))  # [rows, HK, G, n, D]
-        if self.cache.step.round:
-            sequence, start, tokens = self.cache.step.round[self.cache.shard.rank]
-            prompt = self.states[sequence].prompt[:, :, : start + tokens]
-            out = causal_attention(grouped[0], prompt[0], prompt[1], scaling)
-            self.cache.finite[self.index] &= torch.isfinite(out).all()
-            return out.flatten(0, 1).transpose(0, 1).unsqueeze(0)
         step = self.cache.step
-        queries = grouped.transpose(2, 3).float() * (scaling * math.log2(math.e))  # [rows, HK, n, G, D]
-        nodes = [self.sealed_nodes(sequence, query) for sequence, query in zip(step.sequences, queries, strict=True)]
-        roots = self.cache.shard.reduce(nodes, step.sequences)
-        outputs = []
-        for sequence, query, rows, root in zip(step.sequences, queries, self.rows, roots, strict=True):
-            if step.count_reads:
-                self.cache.count_exact(rows)
-            whole = merge(self.codec.finish(root), self.exact_partial(query, rows))
-            outputs.append(whole.normalised().transpose(0, 1).flatten(1, 2))  # [n, H, D]
-            if query.shape[1] > 1:
-                self.keep(sequence, self.seal_due(sequence, self.states[sequence].length, rows))
-        self.rows = []
-        out = torch.stack(outputs)
+        grouped = q.unflatten(1, (self.cache.heads.kv_heads, -1))  # [rows, HK, G, n, D]
+        if step.round:
+            out = self.attend_prompt(grouped[0], scaling)
+        else:
+            queries = base2(grouped, scaling)  # [rows, HK, n, G, D]
+            exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
+            nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
+            roots = self.cache.shard.reduce(nodes, step.sequences)
+            out = torch.stack([self.finish_step(*each) for each in zip(step.sequences, queries, self.rows, exacts, roots, strict=True)])
+            self.rows = []
         self.cache.finite[self.index] &= torch.isfinite(out).all()
         return out.to(q.dtype)
 
-    def sealed_nodes(self, sequence: int, query: torch.Tensor) -> Partial:
+    def attend_prompt(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]."""
+        sequence, start, tokens = self.cache.step.round[self.cache.shard.rank]
+        state, end = self.states[sequence], start + tokens
+        if state.tuning is not None and end in probe_ends(state.prompt.shape[2]):
+            state.probes[end] = base2(q[:, :, -1:], scaling)
+        return causal_attention(q, *state.prompt[:, :, :end], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+    def finish_step(self, sequence: int, query: torch.Tensor, rows: torch.Tensor, exact: Partial, root: Partial) -> torch.Tensor:
+        """Output [n, H, D] of a sequence's queries [HK, n, G, D]; what a chunk of several tokens left to do is done."""
+        state = self.states[sequence]
+        if self.cache.step.count_reads:
+            self.cache.count_exact(rows)
+        if query.shape[1] > 1:
+            if state.tuning is not None:
+                self.calibrate(sequence, chunk_probes(state, query))
+            self.keep(sequence, self.seal_due(sequence, state.length, rows))
+        return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
+
+    def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial) -> Partial:
         """This rank's nodes of the merge tree over the sealed pages, Partial [V, HK, n, G]; the nodes of other ranks stay empty.
 
-        query fp32 [HK, n, G, D] in base 2.
+        query fp32 [HK, n, G, D] in base 2; exact: the partial of its exact tokens.
         """
-        state, nodes, heads = self.states[sequence], self.cache.shard.nodes, query.shape[:3]
-        if not state.sealed.granules:
-            return empty((nodes, *heads), query.shape[-1], query.device)
-        prepared = self.codec.prepare(query)
-        parts = []
-        for records, granules in state.sealed.blocks(max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS))):
-            part, reads = self.codec.attend(prepared, records, self.pages_valid(granules, state))
-            parts.append(part)
+        state = self.states[sequence]
+        prepared = self.codec.prepare(query, state.tuning)
+        choice = self.codec.choice(state.tuning, exact)
+        if self.codec.chooses_globally:
+            choice = choice._replace(whole=self.whole_sequence(sequence, prepared, query.shape[:3]))
+
+        def attend(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
+            index = torch.tensor(granules, device=query.device)
+            part, reads = self.codec.attend(prepared, records, valid, choice, index)
             if self.cache.step.count_reads:
                 self.cache.reads.add(reads)
-        part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        index = torch.tensor(state.sealed.granules, device=query.device)
-        width = lane_width(-(-state.sealed_end // GRANULE_TOKENS), nodes)
-        return reduce_lanes(fill_lanes(part, index, width), nodes)
+            return part
 
-    def pages_valid(self, granules: list[int], state: SequenceState) -> torch.Tensor:
-        """bool [n, pages]: which page slots of these granules hold a sealed page (the sink's and those to come do not)."""
-        config = self.cache.config
-        first = torch.tensor(granules, device=state.exact.device)[:, None] * GRANULE_TOKENS
-        start = first + torch.arange(0, GRANULE_TOKENS, config.page_tokens, device=state.exact.device)
-        return (start >= config.sink_rounded) & (start < state.sealed_end)
+        return self.nodes(state, query.shape, state.sealed_end, attend)
+
+    def nodes(self, state: SequenceState, shape: tuple[int, ...], end: int,
+              compute: Callable[[torch.Tensor, torch.Tensor, list[int]], Partial], cost: int = 1) -> Partial:
+        """This rank's tree nodes over the sealed tokens before `end`, m, l [V, HK, n, G], o [V, *shape] with shape (HK, n, G, ..).
+
+        compute(records, page_valid, granules) gives the partials of some granules (see SequenceState.granules) and holds `cost`
+        numbers for each score.
+        """
+        shard, heads = self.cache.shard, shape[:3]
+        parts = [compute(*block) for block in state.granules(self.granules_at_once(heads, cost), end)]
+        if not parts:
+            return empty((shard.nodes, *heads), shape[3], state.exact.device)
+        part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        index = torch.tensor(state.sealed.granules[: len(part.m)], device=part.m.device)
+        width = lane_width(-(-state.sealed_end // GRANULE_TOKENS), shard.nodes)
+        return tree(part, index, width, shard.nodes)
+
+    def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
+        """Where scope global cuts the ranking of all sealed tokens, the same on every rank.
+
+        Exchanges the keys of each rank's best tokens, as many as are refined in all; before it, for groups, the mass of each head.
+        """
+        state, shard = self.states[sequence], self.cache.shard
+        mass = None
+        if self.codec.selection.group:
+            nodes = self.nodes(state, (*heads, 0), state.sealed_end, lambda *block: self.codec.mass(query, *block[:2]))
+            mass = shard.reduce([nodes], [sequence])[0]
+        ranking = self.codec.ranking(heads, state.sealed_end - state.sink, mass)
+        for records, valid, granules in state.granules(self.granules_at_once(heads)):
+            ranking.add(self.codec.scan(query, records, valid), torch.tensor(granules, device=valid.device))
+        return ranking.cut(shard.gather(ranking.best))
+
+    def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:
+        """How many granules to score together for queries [HK, n, G] with `cost` numbers per score."""
+        return max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS * cost))
 
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
         """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], of which the last n are the queries' own tokens."""
         n, count = query.shape[1], rows.shape[2]
+        if n == 1 and dispatch.on_cpu(rows.device):
+            return Partial(*cpu.attend_exact(query, rows))
         position = torch.arange(count, device=rows.device)
         valid = (position <= torch.arange(count - n, count, device=rows.device)[:, None])[None, None, :, None, :] if n > 1 else None
         k, v = rows.float().unsqueeze(1)
         return Partial(*attend_dense(query, k, v, valid)).rows(0)
+
+    # -- learning from the prompt
+
+    def calibrate(self, sequence: int, probes: list[Probe], keys: torch.Tensor | None = None) -> None:
+        """Let the codec compare its scores for the probes with true ones; keys [HK, T, D]: the exact keys, where they are at hand."""
+        state = self.states[sequence]
+        probes = [probe for probe in probes if probe.sealed_end > state.sink]
+        for lesson in state.tuning.lessons if probes else ():
+            nodes = [self.lesson_nodes(state, lesson, probe, keys) for probe in probes]
+            state.tuning.learn(lesson, self.cache.shard.reduce(nodes, [sequence] * len(probes)))
+
+    def lesson_nodes(self, state: SequenceState, lesson: str, probe: Probe, keys: torch.Tensor | None) -> Partial:
+        """This rank's tree nodes over what the sealed tokens show about one lesson."""
+        query, tuning = probe.query, state.tuning
+
+        def measure(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
+            exact = None if keys is None else granule_keys(keys, granules)
+            return self.codec.measure(lesson, query, tuning, records, valid, exact)
+
+        return self.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])
+
+
+def base2(q: torch.Tensor, scaling: float) -> torch.Tensor:
+    """q [.., G, n, D] -> fp32 [.., n, G, D], multiplied by softmax scale * log2 e."""
+    return q.transpose(-2, -3).float() * (scaling * math.log2(math.e))

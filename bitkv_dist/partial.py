@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from bitkv_dist.config import LANES
+from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.reference import exp2
 
 
@@ -87,3 +88,16 @@ def reduce_lanes(lanes: Partial, nodes: int) -> Partial:
         stride //= 2
         lanes = merge(lanes.rows(slice(0, stride)), lanes.rows(slice(stride, 2 * stride)))
     return lanes
+
+
+def tree(granules: Partial, index: torch.Tensor, width: int, nodes: int) -> Partial:
+    """`reduce_lanes(fill_lanes(..))` by the fastest kernels for the device; every merge of the tree goes through here, on every rank."""
+    if dispatch.on_cpu(granules.m.device):
+        return Partial(*cpu.tree(*granules, index, width, nodes))
+    return reduce_lanes(fill_lanes(granules, index, width), nodes)
+
+
+def root(nodes: Partial) -> Partial:
+    """The top of the tree from its nodes [V, ...], V a power of two: Partial [...]."""
+    count = len(nodes.m)
+    return tree(nodes, torch.arange(count, device=nodes.m.device), count, 1).rows(0)

@@ -6,7 +6,9 @@ import resource
 import sys
 
 from bitkv_dist.codec.interface import ReadCount
+from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.engine import Engine, Result
+from bitkv_dist.kernels import dispatch
 
 
 def report(engine: Engine, result: Result, texts: list[str] | None, load_s: float) -> dict:
@@ -33,8 +35,18 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         },
         "memory": {"peak_rss_bytes_per_rank": mesh.gather_objects(rss)},
         "digest": {"rotation": engine.rotation_digest, "cache": engine.cache_digest() if engine.config.digest else None},
-        "kernel": {"backend": "reference", "reason": "plain torch: no compiled kernels in this build"},
+        "kernel": kernel_report(engine),
     }
+
+
+def kernel_report(engine: Engine) -> dict:
+    """Which kernels encoded and attended to sealed pages, and why these."""
+    backend, reason = dispatch.backend(engine.model.device)
+    config = engine.cache_config
+    unserved = f"codec {config.codec}" if config.codec != "planes" else unserved_rule(config)
+    if backend != dispatch.REFERENCE and unserved:
+        return {"backend": dispatch.REFERENCE, "reason": f"{unserved} is attended to in plain torch; the rest by {backend}"}
+    return {"backend": backend, "reason": reason}
 
 
 def cache_report(engine: Engine) -> dict:
@@ -66,7 +78,19 @@ def cache_report(engine: Engine) -> dict:
         "ratio": 16 / cache.stored_bits_per_element,
         "sealed_tokens": sealed,
         "exact_tokens": tokens - sealed,
-    }
+    } | mass_report(engine)
+
+
+def mass_report(engine: Engine) -> dict:
+    """With rule mass, the weight that the refined tokens were to carry and did carry for the prompt's probes: means over heads and
+    sequences, and the least of them; None without a probe."""
+    refine, mesh = engine.cache_config.refine, engine.mesh
+    if refine is None or refine.rule != "mass":
+        return {}
+    per_rank = mesh.gather_objects(engine.cache.mass_covered() if mesh.sp_rank == 0 else [[]] * engine.model.layers)
+    layers = [[share for rank in per_rank for share in rank[layer]] for layer in range(engine.model.layers)]
+    measured = [ratio(sum(shares), len(shares)) for shares in layers]
+    return {"mass": {"target": refine.value, "measured": measured, "worst_head": [min(shares, default=None) for shares in layers]}}
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -27,11 +27,11 @@ def only(nodes: Partial, own: list[int]) -> Partial:
 
 def exchange(nodes: list[Partial], sequences: list[int], ranks: int) -> list[list[Partial]]:
     """Every rank's roots. Ranks are run one after the other: once to collect what they send, once to receive."""
-    own = [[only(node, residues(rank, sequence, ranks)) for node, sequence in zip(nodes, sequences, strict=True)] for rank in range(ranks)]
-    sent = {}
+    own, sent = [], []
     for rank in range(ranks):
-        combine(own[rank], sequences, rank, ranks, lambda t, rank=rank: sent.setdefault(rank, t).expand(ranks, *t.shape))
-    stacked = torch.stack([sent[rank] for rank in range(ranks)])  # raises when the ranks' shapes differ
+        own.append([only(node, residues(rank, sequence, ranks)) for node, sequence in zip(nodes, sequences, strict=True)])
+        combine(own[rank], sequences, rank, ranks, lambda t: sent.append(t) or t.expand(ranks, *t.shape))
+    stacked = torch.stack(sent)  # raises when the ranks' shapes differ
     assert stacked.dtype == torch.float32
     assert stacked.shape[1:3] == (len(sequences), slots(ranks))
     assert not stacked.isnan().any()

@@ -1,6 +1,7 @@
 """Merging of partial attention states: values, empty sets, and one order of merging for every number of ranks."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def state(out: float, lse: float) -> Partial:
 
 
 def equal_bits(a: Partial, b: Partial) -> bool:
-    return all(torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32)) for x, y in zip(a, b, strict=True))
+    pairs = zip((x.contiguous() for x in a), (y.contiguous() for y in b), strict=True)
+    return all(torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in pairs)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_any_split_gives_the_whole_softmax(tokens, splits):
     q, k, v = torch.randn(2, 1, 3, 16), torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16)
     bounds = [tokens * i // splits for i in range(splits + 1)]
     total = empty((1, 2, 1, 3), 16)
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         total = merge(total, Partial(*attend_dense(q, k[:, :, start:stop], v[:, :, start:stop], None)))
     logits = torch.einsum("hqgd,nhtd->nhqgt", q, k).double() * math.log(2)
     wanted = torch.einsum("nhqgt,nhtd->nhqgd", logits.softmax(-1), v.double())
@@ -99,7 +101,7 @@ def granules(count: int, seed: int = 0) -> Partial:
 
 
 def defined(parts: Partial) -> Partial:
-    """The root as DESIGN defines it: lanes in token order, then node(stride, off) = merge(node(2 stride, off), node(2 stride, off + stride))."""
+    """Lanes in token order, then node(stride, off) = merge(node(2 stride, off), node(2 stride, off + stride)): the root."""
     lanes: dict[int, Partial] = {}
     for g in range(len(parts.m)):
         lanes[g % LANES] = merge(lanes[g % LANES], parts.rows(g)) if g >= LANES else parts.rows(g)
@@ -175,11 +177,10 @@ def test_growing_context_keeps_the_shape_of_the_tree():
     assert equal_bits(narrow, wide)
 
 
-@pytest.mark.parametrize(
-    ("granule_count", "nodes", "width"), [(1, 1, 1), (2, 1, 2), (3, 1, 4), (33, 4, 64), (3, 16, 16), (256, 1, 256), (9999, 8, 256), (0, 1, 1)]
-)
-def test_lane_width(granule_count, nodes, width):
-    assert lane_width(granule_count, nodes) == width
+def test_lane_width():
+    """(granules, nodes) -> lanes: the next power of two that holds both, 256 at most."""
+    wanted = {(0, 1): 1, (1, 1): 1, (2, 1): 2, (3, 1): 4, (3, 16): 16, (33, 4): 64, (256, 1): 256, (257, 1): 256, (9999, 8): 256}
+    assert {key: lane_width(*key) for key in wanted} == wanted
 
 
 def test_a_lane_takes_its_granules_in_token_order():

@@ -8,12 +8,10 @@ from bitkv_dist.parallel.placement import owner, residue_count, residues, rounds
 RANKS = (*range(1, 18), 31, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "count"), [(1, 1), (2, 2), (3, 16), (4, 4), (5, 32), (6, 32), (7, 32), (8, 8), (12, 64), (16, 16), (63, 256), (65, 256), (256, 256)]
-)
-def test_residues_of_the_tree(ranks, count):
+def test_residues_of_the_tree():
     """V = N for a power of two, else the smallest power of two >= 4 N, at most 256."""
-    assert residue_count(ranks) == count
+    wanted = {1: 1, 2: 2, 3: 16, 4: 4, 5: 32, 6: 32, 7: 32, 8: 8, 12: 64, 16: 16, 63: 256, 65: 256, 128: 128, 255: 256, 256: 256}
+    assert {ranks: residue_count(ranks) for ranks in wanted} == wanted
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 257, 1000])
@@ -30,7 +28,7 @@ def test_every_granule_has_one_owner(ranks, sequence):
     assert sorted(u for share in shares for u in share) == list(range(residue_count(ranks)))
     for granule in (*range(40), 255, 256, 257, 2047, 2**31):
         assert granule % residue_count(ranks) in shares[owner(granule, sequence, ranks)]
-    assert max(map(len, shares)) == slots(ranks) <= 5
+    assert max(map(len, shares)) == slots(ranks) <= 8
     assert all(share == sorted(share) for share in shares)
 
 

@@ -72,7 +72,7 @@ def test_new_pages_are_zero():
 
 
 def test_offsets_beyond_two_to_the_31():
-    """C21: a slab of 2.3 GB at a stride of 32,768 bytes a page; its last record, read through the strided view, is the one written.
+    """C21: a slab of 2.3 GB, 32,768 bytes from page to page; its last record, read through a strided view, is as written.
 
     Only the pages that are written ever exist in memory.
     """

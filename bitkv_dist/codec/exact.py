@@ -17,6 +17,7 @@ class DenseAttention:
     heads: HeadShape
     tokens: int
     record_bytes: int
+    chooses_globally = False
 
     def tuning(self) -> None:
         return None
@@ -27,8 +28,8 @@ class DenseAttention:
     def choice(self, tuning: None, exact: Partial) -> None:
         return None
 
-    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
-               choice: None) -> tuple[Partial, ReadCount]:
+    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, choice: None = None,
+               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]

@@ -9,6 +9,7 @@ import torch
 
 from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import CacheConfig
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.partial import Partial
 
 
@@ -45,6 +46,7 @@ class Codec(Protocol):
     """One layer's codec. Pages of P tokens become records of `record_bytes` bytes per KV head, a function of the page's tokens alone."""
 
     record_bytes: int
+    chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `ranking` (planes.py)
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
@@ -67,19 +69,22 @@ class Codec(Protocol):
     def choice(self, tuning: Tuning | None, exact: Partial) -> Any:
         """How a step's queries choose what they refine; exact: the partial [HK, Q, G] of the tokens that are not sealed."""
 
-    def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
-               choice: Any) -> tuple[Partial, ReadCount]:
-        """records uint8 [n, pages, HK, record_bytes] of the granules with these global indices int64 [n], page_valid bool [n, pages]
-        -> one partial per granule, m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space."""
+    def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor, choice: Any = None,
+               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+        """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
+        m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space. choice: None = as configured; one among the whole sequence
+        needs the granules' global indices, int64 [n]."""
 
     def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""
 
 
 def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
-    """The codec that `config.codec` names, for one layer."""
+    """The codec that `config.codec` names, for one layer, with the fastest kernels for the device."""
     from bitkv_dist.codec.exact import ExactCodec
     from bitkv_dist.codec.minmax import MinMaxCodec
     from bitkv_dist.codec.planes import PlanesCodec
+    from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
 
-    return {"planes": PlanesCodec, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)
+    planes = PlanesCodecCpu if dispatch.on_cpu(heads.device) else PlanesCodec
+    return {"planes": planes, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
+from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.codec.record import RecordLayout
 from bitkv_dist.codec.tuning import SLOPE, Tuning
 from bitkv_dist.config import CacheConfig
@@ -40,6 +41,7 @@ class PlanesCodec:
         self.signs = {side: layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.noise = NOISE if config.correction else dict.fromkeys(NOISE, 0.0)
         self.selection = make_selection(config)
+        self.chooses_globally = config.refines and config.refine.scope == "global"
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
@@ -84,7 +86,6 @@ class PlanesCodec:
         return query._replace(factor=factor, offset=offset)
 
     def choice(self, tuning: Tuning | None, exact: Partial) -> reference.Selection | None:
-        """How a step chooses, given the partial [HK, Q, G] of its exact tokens."""
         if self.selection is None:
             return None
         found = self.selection
@@ -94,11 +95,12 @@ class PlanesCodec:
             found = found._replace(floor=exact.m + torch.log2(exact.l) - self.config.refine.skip_below)
         return found
 
-    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor, granules: torch.Tensor,
-               choice: reference.Selection | None) -> tuple[Partial, ReadCount]:
-        keys, values = self.load(records, "K"), self.load(records, "V")
+    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor, choice: reference.Selection | None = None,
+               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+        keys, values, choice = self.load(records, "K"), self.load(records, "V"), choice or self.selection
         found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, choice, granules)
-        return Partial(found.m, found.l, found.o), self.count_reads(page_valid, found.refined)
+        refined = None if found.refined is None else int(found.refined.any(dim=3).sum())
+        return Partial(found.m, found.l, found.o), self.count_reads(page_valid, query.scale.shape[1], refined)
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][:, None, None, :]))
@@ -107,6 +109,14 @@ class PlanesCodec:
         """Scanned scores [n, HK, Q, G, pages * P] of n granules, base 2, -inf where no page is sealed."""
         noise = self.noise[self.config.key_scan_bits, self.config.key_bits]
         return reference.key_scores(query, self.load(records, "K"), page_valid, 0, noise)
+
+    def mass(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor) -> Partial:
+        """The partial of scanned scores per granule, without values: m, l [n, HK, Q, G], o [n, HK, Q, G, 0]."""
+        m, l = reference.peak_and_mass(self.scan(query, records, page_valid))
+        return Partial(m, l, m.new_empty(*m.shape, 0))
+
+    def ranking(self, heads: tuple[int, int, int], sealed_tokens: int, mass: Partial | None) -> Ranking:
+        return Ranking(self.selection, sealed_tokens, heads, mass, self.heads.device)
 
     def tuning(self) -> Tuning | None:
         tuning = Tuning(self.config)
@@ -125,15 +135,15 @@ class PlanesCodec:
         choices = [self.selection._replace(tail=torch.full((1, 1, 1), tail, device=q.device)) for tail in tuning.tails]
         return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, choices or [self.selection]))
 
-    def count_reads(self, page_valid: torch.Tensor, refined: torch.Tensor | None) -> ReadCount:
-        """Planes, scan scales and centroids of every sealed token; low bits and full scales of the refined ones, once per KV head."""
+    def count_reads(self, page_valid: torch.Tensor, queries: int, refined: int | None) -> ReadCount:
+        """Planes, scan scales and centroids of every sealed token for each query; low bits and full scales of the `refined` tokens, which
+        count once per KV head and query."""
         fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
         scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
-        queries = 1 if refined is None else refined.shape[2]
         pages = int(page_valid.sum()) * self.heads.kv_heads * queries
         count = ReadCount(pages * scan_bytes * 8, pages * tokens * dim * 2, pages * tokens)
-        if refined is not None:
-            count.refined = int(refined.any(dim=3).sum())
+        if self.selection is not None:
+            count.refined = refined
             count.bits += count.refined * sum(low * dim + 16 for low in (self.key_low, self.value_low) if low)
         return count
 

@@ -37,6 +37,10 @@ class Tuning:
         """Candidates for `tail`, descending; [] without rule mass."""
         return [] if self.target is None else [min(1.0, (1 - self.target) * factor) for factor in TAIL_FACTORS]
 
+    def width(self, lesson: str) -> int:
+        """Numbers that a probe tells each head in a lesson."""
+        return 2 if lesson == SLOPE else 2 * max(1, len(self.tails))
+
     def learn(self, lesson: str, roots: list[Partial]) -> None:
         """Take in the roots of more probes, Partial [HK, 1, G] with the output of the codec's `measure`."""
         if lesson == SLOPE:

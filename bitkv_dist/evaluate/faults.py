@@ -14,22 +14,26 @@ from bitkv_dist.evaluate.reading import Reading
 from bitkv_dist.kernels import reference
 
 # The limits, and the largest value of a sound codec (smollm2-135m, 1 to 4 bits, all layers and heads).
-COSINE_LOSS = 0.02  # cosine of codes and vectors below that of fresh codes: 0.0002
-SCALE_ERROR = 0.05  # root mean square of stored / least-squares scale - 1: 0.001
-CENTROID_ERROR = 0.05  # relative distance of the stored centroid to the page's mean: 0.0004
-QUERY_ERROR = 0.1  # relative error of scores to the dot products of the query with the records: 0.02
-CORRECTION_ERROR = 0.5  # relative error of the correction to the energy that the scan lost: 0.1
-MASS_ERROR_NATS = 0.02  # log of the sum of weights, of attention to that of its scores: 0.0001
-OUTPUT_ERROR = 0.1  # relative error of attention's output to the weighted sum of the records' values: 0.02
+COSINE_LOSS = 0.02  # cosine of codes and vectors below that of fresh codes: 0.0000
+SCALE_ERROR = 0.05  # root mean square of stored / least-squares scale - 1: 0.011
+CENTROID_ERROR = 0.05  # relative distance of the stored centroid to the page's mean: 0.0002
+QUERY_ERROR = 0.1  # relative error of scores to the dot products of the query with the records: 0.009
+CORRECTION_ERROR = 0.5  # relative error of the correction to the energy that the scan lost: 0.10
+MASS_ERROR_NATS = 0.02  # log of the sum of weights, of attention to that of its scores: 0.0000
+OUTPUT_ERROR = 0.1  # relative error of attention's output to the weighted sum of the records' values: 0.03
 
 NAMES = {"K": "keys", "V": "values"}
 
 
 class Faults:
-    """The causes found in one layer, by (KV head, query head of its group)."""
+    """The causes found in one layer, by (KV head, query head of its group), and the scales of its scanned planes.
+
+    scales: side -> (stored, least-squares), fp16 [pages, HK, P] each.
+    """
 
     def __init__(self, kv_heads: int, group: int) -> None:
         self.causes: dict[tuple[int, int], list[str]] = {(kv, head): [] for kv in range(kv_heads) for head in range(group)}
+        self.scales: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def blame(self, wrong: torch.Tensor, cause: str) -> None:
         """wrong: bool [HK] or [HK, G]."""
@@ -70,6 +74,7 @@ def check_record(reading: Reading, side: str, found: Faults) -> None:
     pairs = ((plane.scan, fresh.codes.scan), (plane.full, fresh.codes.full))
     error = torch.stack([deviation(stored, right).square().mean((0, 2)).sqrt() for stored, right in pairs]).amax(0)
     found.blame((error > SCALE_ERROR) & ~rotated, scale_cause(side))
+    found.scales[side] = (plane.scan.clone(), fresh.codes.scan)
 
     distance = (plane.centroid.float() - fresh.centroid).square().sum((0, 2)) / fresh.centroid.square().sum((0, 2)).clamp(min=1e-30)
     found.blame((distance.sqrt() > CENTROID_ERROR) & ~rotated, f"centroid ({NAMES[side]})")
@@ -89,19 +94,25 @@ def scale_cause(side: str) -> str:
     return f"scale ({NAMES[side]})"
 
 
-def owner_of_scales(readings: list[Reading], layer: int, kv_head: int, side: str) -> int | None:
-    """The other layer whose scales this layer's head holds, if there is one."""
-    stored = readings[layer].codec.load(readings[layer].page_records, side).scan[:, kv_head]
-    for other, reading in enumerate(readings):
-        right = reading.fresh[side].codes.scan[:, kv_head]
-        if other != layer and deviation(stored, right).square().mean().sqrt() < SCALE_ERROR:
-            return other
+def name_foreign_scales(layers: list[Faults]) -> None:
+    """Where a head holds the scales of the same head in another layer, say of which."""
+    for layer in layers:
+        for (kv_head, _), causes in layer.causes.items():
+            for side in layer.scales:
+                if scale_cause(side) in causes and (owner := owner_of_scales(layers, layer.scales[side][0], kv_head, side)) is not None:
+                    causes[causes.index(scale_cause(side))] = f"scale ({NAMES[side]}, that of layer {owner})"
+
+
+def owner_of_scales(layers: list[Faults], stored: torch.Tensor, kv_head: int, side: str) -> int | None:
+    for index, layer in enumerate(layers):
+        if deviation(stored[:, kv_head], layer.scales[side][1][:, kv_head]).square().mean().sqrt() < SCALE_ERROR:
+            return index
     return None
 
 
 def check_query(reading: Reading, found: Faults) -> None:
     """Scores without correction against dot products of the query with what the records stand for."""
-    expected = reading.dots(reading.scanned_vectors("K").transpose(0, 1).flatten(1, 2))
+    expected = reading.dots(reading.scanned_vectors("K"))
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean((1, 3))
     error = ((reading.bare - expected).square().mean((1, 3)) / spread.clamp(min=1e-30)).sqrt()
     found.blame_first(error > QUERY_ERROR, "query (not rotated or scaled as its keys)")
@@ -121,8 +132,8 @@ def check_attention(reading: Reading, found: Faults) -> None:
     scores = reading.final * math.log(2)
     weights = torch.softmax(scores, dim=-1)
     mass_error = (reading.sealed_partial.log_sum_exp() - torch.logsumexp(scores, dim=-1)).abs().amax(1)
-    scan, full = (v.transpose(0, 1).flatten(1, 2)[:, None] for v in (reading.scanned_vectors("V"), reading.codec.decode(reading.page_records)[1]))
+    scan, full = (v[:, None] for v in (reading.scanned_vectors("V"), reading.vectors("V")))
     refined = torch.zeros_like(weights, dtype=torch.bool) if reading.refined is None else reading.refined
     expected = weights.masked_fill(refined, 0.0) @ scan + weights.masked_fill(~refined, 0.0) @ full
     error = (reading.sealed_partial.normalised() - expected).norm(dim=(1, 3)) / expected.norm(dim=(1, 3)).clamp(min=1e-30)
-    found.blame_first((mass_error > MASS_ERROR_NATS) | (error > OUTPUT_ERROR), "kernel (attention differs from its own scores and values)")
+    found.blame_first((mass_error > MASS_ERROR_NATS) | (error > OUTPUT_ERROR), "kernel (attention is not that of its own scores)")

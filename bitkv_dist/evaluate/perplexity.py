@@ -50,6 +50,11 @@ def exact_like(config: CacheConfig) -> CacheConfig:
     return CacheConfig("exact", 16, 16, page_tokens=config.page_tokens, sink_tokens=config.sink_tokens, recent_tokens=config.recent_tokens)
 
 
+def head_shape(model: ServedModel) -> HeadShape:
+    group = model.local_heads // model.local_kv_heads
+    return HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group)
+
+
 @torch.inference_mode()
 def compare(model: ServedModel, caches: dict[str, CacheConfig], ids: list[int], first: int, last: int,
             progress: Callable[[int, int], None] | None = None) -> dict[str, Score]:
@@ -64,7 +69,7 @@ def compare(model: ServedModel, caches: dict[str, CacheConfig], ids: list[int], 
     if last > model.max_positions:
         raise ValueError(f"positions {first}:{last}: {model.name} has {model.max_positions} positions; end there or before")
     any_config = next(iter(caches.values()))
-    shape = HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device)
+    shape = head_shape(model)
     held = {name: PackedCache(config, shape, 1) for name, config in ({"": exact_like(any_config)} | caches).items() if config.codec != "exact" or not name}
     walks = {name: packed_chunks(model, cache, Step([0], count_reads=bool(name)), ids[: last - 1], any_config.page_tokens) for name, cache in held.items()}
     scores = {name: Score() for name in caches}

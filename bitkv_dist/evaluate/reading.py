@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from bitkv_dist.codec.interface import Codec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.codec.interface import Codec, ReadCount
 from bitkv_dist.evaluate.trace import Trace
 from bitkv_dist.kernels import reference
-from bitkv_dist.kernels.reference.scores import key_scores
-from bitkv_dist.partial import Partial, fill_lanes, lane_width, merge, reduce_lanes
-
-QUERIES = 64  # last positions of the prompt that attend to the sealed pages
+from bitkv_dist.layer import base2
+from bitkv_dist.partial import Partial, merge
 
 
 class Fresh(NamedTuple):
-    """What a sound planes codec makes of one side, in its own rotated space: the page mean, and the codes of the distances z to it.
+    """What a sound planes codec makes of one side, in its own rotated space: the page mean, and codes of the distances z to it.
 
     z fp32 [pages, HK, P, D]; centroid fp32 [pages, HK, D]; lost fp32 [pages, HK, P] = mean square of z - scanned code.
     """
@@ -30,47 +27,45 @@ class Fresh(NamedTuple):
     lost: torch.Tensor
 
 
-def sealed_tokens(config: CacheConfig, tokens: int) -> range:
-    """The tokens of a prompt that are sealed before any of its last QUERIES positions. ValueError when there is none."""
-    first = config.sink_rounded
-    end = max(0, tokens - max(config.recent_tokens, QUERIES)) // config.page_tokens * config.page_tokens
-    if end <= first:
-        least = first + max(config.recent_tokens, QUERIES) + config.page_tokens
-        raise ValueError(f"text of {tokens} tokens: no page of it is sealed; give at least {least} tokens or smaller --recent-tokens")
-    return range(first, end)
+class Overheard:
+    """Stands in for a codec and keeps what the layer gave `attend`: a call per block of granules."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.codec, name)
+
+    def attend(self, *given: Any) -> tuple[Partial, ReadCount]:
+        self.calls.append(given)
+        return self.codec.attend(*given)
 
 
 class Reading:
-    """A layer's sealed pages as its codec holds them, and the last QUERIES positions of the prompt attending to them.
+    """A layer's sealed pages, and the last n positions of the prompt attending to them through the layer itself.
 
-    T tokens are sealed; all scores are in base 2. Truth comes from the trace, everything else from the codec's own records.
+    T tokens are sealed, in pages of P; all scores are in base 2. Truth comes from the trace, everything else from the layer's records,
+    through its codec and the reference kernels.
     """
 
-    def __init__(self, codec: Codec, config: CacheConfig, trace: Trace, sealed: range) -> None:
-        self.codec, self.config, self.trace, self.sealed = codec, config, trace, sealed
-        self.pages = {side: self.paged(x) for side, x in (("K", trace.k), ("V", trace.v))}  # [pages, HK, P, D]
-        self.page_records = codec.encode(self.pages["K"], self.pages["V"])
-        self.records, self.valid = self.granules(self.page_records)
-        self.query = trace.q[:, :, -QUERIES:].transpose(1, 2).float() * (trace.scaling * math.log2(math.e))  # [HK, Q, G, D]
-        self.prepared = codec.prepare(self.query)
-        self.scannable = hasattr(codec, "load")  # a planes codec: its scores can be taken apart
+    def __init__(self, trace: Trace) -> None:
+        layer, state = trace.layer, trace.layer.states[0]
+        self.codec, self.sealed = layer.codec, slice(state.sink, state.sealed_end)
+        self.k, self.v = (x[:, self.sealed].float() for x in (trace.k, trace.v))  # true, [HK, T, D]
+        self.pages = {side: x.unflatten(1, (-1, state.page_tokens)).transpose(0, 1) for side, x in (("K", self.k), ("V", self.v))}
+        self.query = base2(trace.q, trace.scaling)  # [HK, n, G, D]
+        self.scannable = hasattr(self.codec, "load")  # a planes codec: its scores can be taken apart
 
-    def paged(self, x: torch.Tensor) -> torch.Tensor:
-        """x [HK, T of the prompt, D] -> sealed pages [pages, HK, P, D]."""
-        return x[:, self.sealed.start : self.sealed.stop].unflatten(1, (-1, self.config.page_tokens)).transpose(0, 1)
-
-    def granules(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records [pages, HK, bytes] at their places in granules [n, pages, HK, bytes], and which places hold one, bool [n, pages]."""
-        per_granule = GRANULE_TOKENS // self.config.page_tokens
-        first, last = self.sealed.start // self.config.page_tokens, self.sealed.stop // self.config.page_tokens
-        slots = records.new_zeros(-(-last // per_granule) * per_granule, *records.shape[1:])
-        slots[first:last] = records
-        place = torch.arange(len(slots), device=records.device)
-        return slots.unflatten(0, (-1, per_granule)), ((place >= first) & (place < last)).unflatten(0, (-1, per_granule))
-
-    def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, .., granule tokens] -> the sealed ones [.., T]."""
-        return x.movedim(0, -2).flatten(-2)[..., self.sealed.start : self.sealed.stop]
+        self.exact_partial = layer.exact_partial(self.query, state.exact[:, :, : state.exact_count()])
+        layer.codec = overheard = Overheard(self.codec)
+        nodes = layer.sealed_nodes(0, self.query, self.exact_partial)
+        layer.codec = self.codec
+        self.sealed_partial = self.codec.finish(layer.cache.shard.reduce([nodes], [0])[0])
+        prepared, records, valid, choice, granules = zip(*overheard.calls, strict=True)
+        self.prepared, self.choice = prepared[0], choice[0]
+        self.records, self.valid, self.granules = torch.cat(records), torch.cat(valid), torch.cat(granules)
+        self.page_records = self.records[self.valid]  # [pages, HK, record_bytes]
 
     # -- what the records should be, and what they stand for
 
@@ -80,7 +75,7 @@ class Reading:
 
     def encode_again(self, side: str) -> Fresh:
         bits, scan_bits = self.codec.depth(side)
-        z = reference.rotate(self.pages[side].float(), self.codec.signs[side][:, None, :])
+        z = reference.rotate(self.pages[side], self.codec.signs[side][:, None, :])
         centroid = z.mean(-2)
         z = z - centroid.unsqueeze(-2)
         codes = reference.quantize(z, bits, scan_bits, unbiased=side == "K" and self.codec.config.score == "unbiased")
@@ -89,32 +84,40 @@ class Reading:
         return Fresh(z, centroid, codes, lost.square().mean(-1))
 
     def scanned_vectors(self, side: str) -> torch.Tensor:
-        """What the scanned planes stand for, fp32 [pages, HK, P, D]."""
+        """What the scanned planes stand for, fp32 [HK, T, D]."""
         _, scan_bits = self.codec.depth(side)
         plane = self.codec.load(self.page_records, side)
-        return reference.decode(plane._replace(full=plane.scan), self.codec.signs[side], scan_bits, scan_bits, side)
+        return flat(reference.decode(plane._replace(full=plane.scan), self.codec.signs[side], scan_bits, scan_bits, side))
 
-    @cached_property
-    def due_correction(self) -> torch.Tensor:
-        """0.5 ln 2 |q'|^2 r_t^2 / D, [HK, Q, G, T]: half the variance of a score whose scanned code lost the energy r_t^2."""
-        lost = self.fresh["K"].lost.transpose(0, 1).flatten(1)[:, None, None, :]
-        return 0.5 * math.log(2) * self.query.square().sum(-1, keepdim=True) * lost
+    def vectors(self, side: str) -> torch.Tensor:
+        """What all planes stand for, fp32 [HK, T, D]."""
+        return flat(self.codec.decode(self.page_records)["KV".index(side)])
 
-    # -- keys to scores [HK, Q, G, T]
+    # -- scores [HK, n, G, T]
 
     @cached_property
     def true_scores(self) -> torch.Tensor:
-        return self.dots(self.trace.k[:, self.sealed.start : self.sealed.stop].float())
+        return self.dots(self.k)
 
     def dots(self, k: torch.Tensor) -> torch.Tensor:
         """The query times k [HK, T, D]."""
         return (self.query.flatten(1, 2) @ k.transpose(-1, -2)).unflatten(1, self.query.shape[1:3])
 
+    @cached_property
+    def due_correction(self) -> torch.Tensor:
+        """0.5 ln 2 |q'|^2 r_t^2 / D: half the variance of a score whose scanned code lost the energy r_t^2."""
+        lost = self.fresh["K"].lost.transpose(0, 1).flatten(1)[:, None, None, :]
+        return 0.5 * math.log(2) * self.query.square().sum(-1, keepdim=True) * lost
+
     def scores(self, low: int, correct: bool) -> torch.Tensor:
-        """Scores that the codec gives with `low` bits below the scanned planes, with its own log-normal correction or without any."""
+        """The codec's scores with `low` bits below the scanned planes, with its own log-normal correction or without any."""
         bits, scan_bits = self.codec.depth("K")
         noise = self.codec.noise[scan_bits + low, bits] if correct else 0.0
-        return self.tokens(key_scores(self.prepared, self.codec.load(self.records, "K"), self.valid, low, noise))
+        return self.sealed_of(reference.key_scores(self.prepared, self.codec.load(self.records, "K"), self.valid, low, noise))
+
+    def sealed_of(self, x: torch.Tensor) -> torch.Tensor:
+        """x [granules, .., granule tokens] -> the sealed tokens [.., T]."""
+        return x.movedim(0, -2).flatten(-2)[..., self.valid.repeat_interleave(x.shape[-1] // self.valid.shape[1], 1).flatten()]
 
     @cached_property
     def bare(self) -> torch.Tensor:
@@ -127,46 +130,29 @@ class Reading:
 
     @cached_property
     def refined(self) -> torch.Tensor | None:
-        """Which tokens the codec reads with all their planes, bool [HK, Q, G, T]; None where it refines nothing."""
-        if not self.scannable or self.codec.selection is None:
+        """Which tokens the layer had read with all their planes, bool; None where it refines nothing."""
+        if self.choice is None:
             return None
-        keys, values = (self.codec.load(self.records, side) for side in "KV")
-        codec = self.codec
-        found = reference.attend(self.prepared, keys, values, self.valid, codec.key_low, codec.value_low, codec.noise, codec.selection)
-        return self.tokens(found.refined)
+        codec, (keys, values) = self.codec, (self.codec.load(self.records, side) for side in "KV")
+        lows = codec.key_low, codec.value_low
+        found = reference.attend(self.prepared, keys, values, self.valid, *lows, codec.noise, self.choice, self.granules)
+        return self.sealed_of(found.refined)
 
     @cached_property
     def final(self) -> torch.Tensor:
         """What enters the softmax: scanned scores, and those of all planes for the refined tokens."""
         if not self.scannable:
-            return self.dots(self.codec.decode(self.page_records)[0].transpose(0, 1).flatten(1, 2))
+            return self.dots(self.vectors("K"))
         if self.refined is None or not self.codec.key_low:
             return self.scanned
         return torch.where(self.refined, self.scores(self.codec.key_low, correct=True), self.scanned)
 
-    # -- scores to outputs [HK, Q, G, D]
-
-    @cached_property
-    def sealed_partial(self) -> Partial:
-        """Attention to the sealed pages, as decode computes it."""
-        part, _ = self.codec.attend(self.prepared, self.records, self.valid)
-        index = torch.arange(len(self.records), device=self.valid.device)
-        return self.codec.finish(reduce_lanes(fill_lanes(part, index, lane_width(len(index), 1)), 1).rows(0))
-
-    @cached_property
-    def exact_partial(self) -> Partial:
-        """Attention to the tokens that are not sealed: the sink, and those from the window to the query itself."""
-        k, v = (torch.cat((x[:, : self.sealed.start], x[:, self.sealed.stop :]), 1).float() for x in (self.trace.k, self.trace.v))
-        count, queries = k.shape[1], self.query.shape[1]
-        newest = torch.arange(count - queries, count, device=k.device)
-        visible = torch.arange(count, device=k.device) <= newest[:, None]
-        return Partial(*reference.attend_dense(self.query, k[None], v[None], visible[None, None, :, None, :])).rows(0)
+    # -- outputs [HK, n, G, D]
 
     @cached_property
     def true_partial(self) -> Partial:
         """Attention to the sealed tokens with their true keys and values."""
-        k, v = (x[:, self.sealed.start : self.sealed.stop].float() for x in (self.trace.k, self.trace.v))
-        return Partial(*reference.attend_dense(self.query, k[None], v[None], None)).rows(0)
+        return Partial(*reference.attend_dense(self.query, self.k[None], self.v[None], None)).rows(0)
 
     @cached_property
     def output(self) -> torch.Tensor:
@@ -175,3 +161,8 @@ class Reading:
     @cached_property
     def true_output(self) -> torch.Tensor:
         return merge(self.true_partial, self.exact_partial).normalised()
+
+
+def flat(pages: torch.Tensor) -> torch.Tensor:
+    """[pages, HK, P, D] -> [HK, T, D]."""
+    return pages.transpose(0, 1).flatten(1, 2)

@@ -1,49 +1,70 @@
-"""True queries, keys and values of a prompt, layer by layer, as an exact prefill computes them."""
+"""True queries, keys and values of a prompt, layer by layer, beside the cache that an exact prefill makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from bitkv_dist.kernels.prefill import causal_attention
+from bitkv_dist.cache import PackedCache
+from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.evaluate.perplexity import head_shape
+from bitkv_dist.layer import PackedLayer
 from bitkv_dist.model import ServedModel
+from bitkv_dist.prefill import Progress, exact
+
+QUERIES = 64  # last positions of the prompt whose queries are kept, as far as the recent window reaches
+
+MakeCodec = Callable[[CacheConfig, HeadShape, int], Codec]
 
 
 class Trace(NamedTuple):
-    """One layer of a prompt of T tokens, after RoPE, in the model's dtype: q [HK, G, T, D]; k, v [HK, T, D]."""
+    """A layer of the cache after a prompt of T tokens, and the truth about it in the model's dtype, after RoPE.
 
-    layer: int
+    q [HK, G, n, D] of the last n positions, none of which is sealed; k, v [HK, T, D].
+    """
+
+    layer: PackedLayer
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     scaling: float
 
 
-class Recorder:
-    """A cache that attends exactly and keeps what the last layer gave it; passed to the model's layers as `past_key_values`."""
+class TracedLayer(PackedLayer):
+    """A cache layer that shows its visitor what an exact prefill has brought it."""
 
-    def __init__(self) -> None:
-        self.last: Trace | None = None
-
-    def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[Recorder, Recorder]:
-        self.layer, self.k, self.v = layer_idx, k[0], v[0]
-        return self, self
+    def __init__(self, cache: PackedCache, index: int, codec: Codec, visit: Callable[[Trace], None]) -> None:
+        super().__init__(cache, index)
+        self.codec, self.visit = codec, visit
+        self.q: torch.Tensor | None = None
 
     def attend(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
-        """q [1, H, T, D] -> [1, T, H, D]."""
-        grouped = q[0].unflatten(0, (self.k.shape[0], -1))
-        self.last = Trace(self.layer, grouped, self.k, self.v, scaling)
-        return causal_attention(grouped, self.k, self.v, scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+        kept = min(QUERIES, max(1, self.cache.config.recent_tokens))
+        grouped = q[0].unflatten(0, (self.cache.heads.kv_heads, -1))
+        self.q = (grouped if self.q is None else torch.cat((self.q, grouped), 2))[:, :, -kept:]
+        self.scaling = scaling
+        return super().attend(q, scaling)
+
+    def finish_prompt(self, sequence: int) -> None:
+        k, v = self.states[sequence].prompt
+        super().finish_prompt(sequence)
+        self.visit(Trace(self, self.q, k, v, self.scaling))
 
 
-def traces(model: ServedModel, ids: list[int]) -> Iterator[Trace]:
-    """Walks the prompt through the layers and yields each in turn; memory is that of one layer."""
-    recorder = Recorder()
-    positions = torch.arange(len(ids), device=model.device).unsqueeze(0)
-    hidden = model.embed(torch.tensor([ids], device=model.device))
-    rotary = model.rotary(hidden, positions)
-    for index in range(model.layers):
-        hidden = model.layer(index, hidden, positions, rotary, recorder)
-        yield recorder.last
+def trace(model: ServedModel, config: CacheConfig, ids: list[int], visit: Callable[[Trace], None], make: MakeCodec = make_codec,
+          progress: Progress = lambda done, total: None) -> None:
+    """Reads a prompt as the engine does and calls `visit` for each layer as soon as it is sealed.
+
+    make: another codec of the same record size in the place of the configured one. ValueError when no page of the prompt is sealed.
+    """
+    sealing = config.sink_rounded + config.page_tokens + max(1, config.recent_tokens)
+    if len(ids) < sealing:
+        raise ValueError(f"text of {len(ids)} tokens: no page of it is sealed; give at least {sealing} tokens")
+    heads = head_shape(model)
+    cache = PackedCache(config, heads, 1)
+    cache.layers = [TracedLayer(cache, index, make(config.for_layer(index), heads, index), visit) for index in range(model.layers)]
+    chunks = [[(0, start, min(GRANULE_TOKENS, len(ids) - start))] for start in range(0, len(ids), GRANULE_TOKENS)]
+    exact(model, cache, [ids], chunks, progress)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bitkv_dist.parallel.placement import residue_count, residues, slots
-from bitkv_dist.partial import Partial, empty, reduce_lanes
+from bitkv_dist.partial import Partial, empty, root
 
 
 def combine(nodes: list[Partial], sequences: list[int], rank: int, ranks: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[Partial]:
@@ -17,7 +17,7 @@ def combine(nodes: list[Partial], sequences: list[int], rank: int, ranks: int, g
     gather: fp32 [*s] -> [ranks, *s]. Returns Partials [...], the same bits on every rank and for every number of ranks.
     """
     if ranks == 1:
-        return [reduce_lanes(node, 1).rows(0) for node in nodes]
+        return [root(node) for node in nodes]
     width, dim = slots(ranks), nodes[0].o.shape[-1]
     blank = empty((width, *nodes[0].m.shape[1:]), dim, nodes[0].m.device)
     sent = []
@@ -26,7 +26,7 @@ def combine(nodes: list[Partial], sequences: list[int], rank: int, ranks: int, g
         parts = [torch.cat((part[own], fill[len(own) :])) for part, fill in zip(node, blank, strict=True)]
         sent.append(torch.cat((parts[0].unsqueeze(-1), parts[1].unsqueeze(-1), parts[2]), dim=-1))
     gathered = gather(torch.stack(sent))  # [ranks, sequences, slots, ..., 2 + D]
-    return [reduce_lanes(in_tree_order(gathered[:, i], sequence, ranks), 1).rows(0) for i, sequence in enumerate(sequences)]
+    return [root(in_tree_order(gathered[:, i], sequence, ranks)) for i, sequence in enumerate(sequences)]
 
 
 def in_tree_order(gathered: torch.Tensor, sequence: int, ranks: int) -> Partial:

@@ -116,15 +116,20 @@ def tree(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor,
     return lanes[0][:nodes], lanes[1][:nodes], lanes[2][:nodes]
 
 
-def finish(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, signs: torch.Tensor | None, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The end of a decode step: sealed partial m, l [HK, 1, G], o [HK, 1, G, D] rotated back (signs None: it is not rotated), merged with
-    attention of q fp32 [HK, 1, G, D] over exact rows [2, HK, count, D] of any float dtype, normalised; fp32 [HK, 1, G, D]."""
+def attend_exact(q: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial m, l [HK, 1, G], o [HK, 1, G, D] of one position's queries fp32 [HK, 1, G, D] (base 2) over exact rows [2, HK, count, D]."""
     kv_heads, _, group, dim = q.shape
-    m, l, o, q = (t.contiguous().clone() for t in (m, l, o, q))
-    k, v = rows.float() if rows.dtype != torch.float32 else rows
+    q, k, v = q.contiguous(), *(rows if rows.dtype == torch.float32 else rows.float())
     if k.stride()[1:] != (dim, 1):
         k, v = k.contiguous(), v.contiguous()
-    out = torch.empty(q.shape)
-    load().bitkv_finish(*_sizes(kv_heads, group, dim), _pointer(signs) if signs is not None else None, _pointer(m), _pointer(l), _pointer(o),
-                        _pointer(q), _pointer(k), _pointer(v), *_sizes(k.shape[1], k.stride(0)), _pointer(out), *_sizes(torch.get_num_threads()))  # fmt: skip
-    return out
+    m, l, o = torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape)
+    load().bitkv_attend_exact(*_sizes(kv_heads, group, dim), _pointer(q), _pointer(k), _pointer(v), *_sizes(k.shape[1], k.stride(0)),
+                              _pointer(m), _pointer(l), _pointer(o), *_sizes(torch.get_num_threads()))  # fmt: skip
+    return m, l, o
+
+
+def rotate_back(z: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """R^T z for z fp32 [HK, Q, G, D], signs [HK, D]."""
+    z = z.clone(memory_format=torch.contiguous_format)
+    load().bitkv_rotate_back(*_sizes(len(z), z.shape[1] * z.shape[2], z.shape[3]), _pointer(z), _pointer(signs))
+    return z

@@ -103,21 +103,20 @@ void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t di
         run.merge(stride * rows, dim, m, l, o, m + stride * rows, l + stride * rows, o + stride * rows * dim);
 }
 
-// The end of a decode step of one sequence: the sealed partial m, l, o [HK, G(, D)] is rotated back (signs [HK, D], null = not rotated) and
-// merged with attention over the exact rows k, v fp32, [HK, count, D] with head_stride floats between heads. out fp32 [HK, G, D].
-void bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* signs, float* m, float* l, float* o, const float* q,
-                  const float* k, const float* v, int64_t count, int64_t head_stride, float* out, int64_t threads) {
+// Partials m, l [HK, G], o [HK, G, D] of decode queries q fp32 [HK, G, D] over exact rows k, v fp32 [HK, count, D], head_stride floats
+// between heads.
+void bitkv_attend_exact(int64_t kv_heads, int64_t group, int64_t dim, const float* q, const float* k, const float* v, int64_t count,
+                        int64_t head_stride, float* m, float* l, float* o, int64_t threads) {
     const Kernels& run = kernels();
     Pool::instance().run(kv_heads, threads, [&](int64_t head) {
-        std::vector<float> exact(dim);
-        for (int64_t row = head * group; row < (head + 1) * group; ++row) {
-            float m2, l2;
-            if (signs) run.rotate_back(dim, o + row * dim, signs + head * dim);
-            run.attend_exact(dim, count, dim, q + row * dim, k + head * head_stride, v + head * head_stride, &m2, &l2, exact.data());
-            run.merge(1, dim, m + row, l + row, o + row * dim, &m2, &l2, exact.data());
-            for (int64_t d = 0; d < dim; ++d) out[row * dim + d] = o[row * dim + d] / (l[row] == 0.0f ? 1.0f : l[row]);
-        }
+        for (int64_t row = head * group; row < (head + 1) * group; ++row)
+            run.attend_exact(dim, count, dim, q + row * dim, k + head * head_stride, v + head * head_stride, m + row, l + row, o + row * dim);
     });
+}
+
+// Rotates z fp32 [HK, rows, D] back in place; signs [HK, D].
+void bitkv_rotate_back(int64_t kv_heads, int64_t rows, int64_t dim, float* z, const float* signs) {
+    for (int64_t i = 0; i < kv_heads * rows; ++i) kernels().rotate_back(dim, z + i * dim, signs + i / rows * dim);
 }
 
 }  // extern "C"

@@ -1,0 +1,55 @@
+"""Which prompt queries teach a layer about its scores: the last of each granule, whichever rank computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.config import GRANULE_TOKENS
+
+if TYPE_CHECKING:
+    from bitkv_dist.sequence import SequenceState
+
+PROBES = 16  # of one prompt at most: calibrating then costs as much as so many decode steps, however long the prompt
+
+
+class Probe(NamedTuple):
+    """A query fp32 [HK, 1, G, D] in base 2; the tokens before `sealed_end` were sealed for it, but for the sink."""
+
+    query: torch.Tensor
+    sealed_end: int
+
+
+def probe_ends(tokens: int) -> list[int]:
+    """Lengths at which a prompt of `tokens` tokens is probed: ends of granules, evenly spread, and its own end."""
+    granules = -(-tokens // GRANULE_TOKENS)
+    count = min(PROBES, granules)
+    return [min(tokens, granules * (i + 1) // count * GRANULE_TOKENS) for i in range(count)]
+
+
+def prompt_probes(state: SequenceState, shape: HeadShape, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[Probe]:
+    """The probes of an exact prefill out of what each rank put into `state.probes`; the same on every rank."""
+    ends = probe_ends(state.length)
+    sent = torch.zeros(len(ends), shape.kv_heads, 1, shape.group, shape.head_dim, device=shape.device)
+    for row, end in enumerate(ends):
+        if end in state.probes:
+            sent[row] = state.probes.pop(end)
+    queries = gather(sent).sum(0)  # one rank has a probe, the others sent zeros
+    return [Probe(query, state.sealed_at(end)) for query, end in zip(queries, ends, strict=True)]
+
+
+def chunk_probes(state: SequenceState, query: torch.Tensor) -> list[Probe]:
+    """The probe of a packed prefill's newest chunk, if a granule ends in it; query [HK, n, G, D] of its tokens."""
+    after = state.length % GRANULE_TOKENS  # tokens of the chunk behind that end
+    last = query.shape[1] - 1 - after
+    return [Probe(query[:, last : last + 1], state.sealed_end)] if last >= 0 else []
+
+
+def granule_keys(keys: torch.Tensor, granules: list[int]) -> torch.Tensor:
+    """The keys of some granules [n, HK, 512, D] out of all of a prompt's, [HK, T, D]; zeros beyond its end."""
+    parts = [keys[:, granule * GRANULE_TOKENS : (granule + 1) * GRANULE_TOKENS] for granule in granules]
+    return torch.stack([F.pad(part, (0, 0, 0, GRANULE_TOKENS - part.shape[1])) for part in parts])

@@ -1,0 +1,72 @@
+"""The planes codec on a CPU: the same records, encoded and attended to by the C++ kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bitkv_dist.codec.interface import HeadShape, ReadCount
+from bitkv_dist.codec.planes import PlanesCodec
+from bitkv_dist.codec.tuning import Tuning
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.partial import Partial
+
+
+class PlanesCodecCpu(PlanesCodec):
+    """Encoding is byte for byte that of the reference. Rules that the C++ attention does not know are left to the reference."""
+
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
+        super().__init__(config, heads, layer)
+        self.unserved = unserved_rule(config)
+        self.native_layout = native_layout(self)
+        rule, noise = config.refine, 0.5 * math.log(2)
+        self.refinement = cpu.Refinement(
+            enabled=config.refines,
+            group=config.refines and rule.granularity == "group",
+            min_tokens=rule.min_tokens if config.refines else 0,
+            share=rule.value if config.refines else 0.0,
+            scan_noise=noise * self.noise[config.key_scan_bits, config.key_bits],
+            full_noise=noise * self.noise[config.key_bits, config.key_bits],
+        )
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return cpu.encode(self.native_layout, k, v, self.signs["K"], self.signs["V"], self.config.score == "unbiased")
+
+    def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> cpu.Query | reference.Query:
+        return super().prepare(q, tuning) if self.unserved else cpu.quantize_query(q, self.signs["K"])
+
+    def attend(self, query: cpu.Query | reference.Query, records: torch.Tensor, page_valid: torch.Tensor,
+               choice: reference.Selection | None = None, granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+        if self.unserved:
+            return super().attend(query, records, page_valid, choice, granules)
+        *part, refined = cpu.attend(self.native_layout, query, records, page_valid, self.refinement)
+        return Partial(*part), self.count_reads(page_valid, query.codes.shape[1], refined)
+
+    def finish(self, partial: Partial) -> Partial:
+        return partial._replace(o=cpu.rotate_back(partial.o, self.signs["V"]))
+
+
+def unserved_rule(config: CacheConfig) -> str | None:
+    """The setting that the C++ attention does not know, or None."""
+    if config.score == "fitted":
+        return "score: fitted"
+    if not config.refines:
+        return None
+    rule = config.refine
+    if rule.skip_below is not None:
+        return "refine.skip_below"
+    return next((f"refine.{name}: {value}" for name, value in (("rule", rule.rule), ("scope", rule.scope)) if value in ("mass", "global")), None)
+
+
+def native_layout(codec: PlanesCodec) -> cpu.Layout:
+    """The record of `codec` as the C++ kernels are told of it."""
+    tokens, fields = codec.config.page_tokens, codec.layout.fields
+    layout = cpu.Layout(tokens, codec.heads.head_dim, codec.heads.kv_heads, GRANULE_TOKENS // tokens, codec.record_bytes)
+    for index, side in enumerate("KV"):
+        layout.bits[index], layout.scan_bits[index] = codec.depth(side)
+        for name in ("planes", "scan", "full", "low", "centroid"):
+            if side + name in fields:
+                getattr(layout, name)[index] = fields[side + name].offset
+    return layout

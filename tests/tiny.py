@@ -1,0 +1,43 @@
+"""Tiny random models of the served architectures, saved as directories the way a real model comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.25,  # so that attention is not flat and greedy tokens do not repeat at once
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 64}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "phi3": (Phi3Config, {"partial_rotary_factor": 0.5}),
+}
+
+
+def save(folder: Path, architecture: str = "llama", seed: int = 0, **sizes) -> Path:
+    """A model of `architecture` with the given sizes changed; returns the folder."""
+    cls, special = CONFIGS[architecture]
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(cls(**SIZES | special | sizes)).save_pretrained(folder)
+    return folder
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny vocabulary."""
+    generator = torch.Generator().manual_seed(1000 * seed + tokens)
+    return torch.randint(0, SIZES["vocab_size"], (tokens,), generator=generator).tolist()
