@@ -21,8 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.codec.planes import PlanesCodec
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.partial import Partial, tree
@@ -68,7 +67,7 @@ class Ours:
     def __init__(self, args: argparse.Namespace, seed: int) -> None:
         refine = RefineConfig(value=args.refine) if args.refine is not None else None
         self.config = CacheConfig(key_bits=args.bits, value_bits=args.bits, scan_bits=args.scan_bits if refine else None, refine=refine)
-        self.codec = PlanesCodec(self.config, HeadShape(1, 0, args.kv_heads, args.head_dim, torch.float32), 0)
+        self.codec = make_codec(self.config, HeadShape(1, 0, args.kv_heads, args.head_dim, torch.float32), 0)
         self.granules = args.context // GRANULE_TOKENS
         generator = torch.Generator().manual_seed(seed)
         distinct = min(self.granules, 8)  # random pages are repeated: their content does not change the work
@@ -82,7 +81,7 @@ class Ours:
     def step(self, q: torch.Tensor) -> torch.Tensor:
         """q fp32 [HK, 1, G, D] in base 2 -> attention output [HK, 1, G, D]."""
         query = self.codec.prepare(q)
-        part, _ = self.codec.attend(query, self.records, self.valid, self.index, self.codec.selection)
+        part, _ = self.codec.attend(query, self.records, self.valid)
         width = 1 << max(0, min(self.granules, 256) - 1).bit_length()
         return self.codec.finish(tree(part, self.index, width, 1).rows(0)).normalised()
 
@@ -109,12 +108,12 @@ def peer(name: str, args: argparse.Namespace, seed: int) -> Callable[[torch.Tens
 def check(ours: Ours, q: torch.Tensor) -> float:
     """Relative difference to the plain-torch reference over (at most) the first 16 granules."""
     few = min(16, ours.granules)
-    part = [ours.records[:few], ours.valid[:few], ours.index[:few], ours.codec.selection]
-    fast, _ = ours.codec.attend(ours.codec.prepare(q), *part)
+    pages = ours.records[:few], ours.valid[:few]
+    fast, _ = ours.codec.attend(ours.codec.prepare(q), *pages)
     with dispatch.forced("reference"):
-        codec = PlanesCodec(ours.config, ours.codec.heads, 0)
-        slow, _ = codec.attend(codec.prepare(q), *part)
-    a, b = (Partial(*part).normalised() for part in (fast, slow))
+        codec = make_codec(ours.config, ours.codec.heads, 0)
+        slow, _ = codec.attend(codec.prepare(q), *pages)
+    a, b = (Partial(*partial).normalised() for partial in (fast, slow))
     difference = ((a - b).norm() / b.norm()).item()
     assert difference < 1e-2, f"the kernels differ from the reference by {difference}"
     return difference

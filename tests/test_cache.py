@@ -1,4 +1,4 @@
-"""The packed cache fed with keys and values directly: which tokens are sealed, with which bytes, and what attention over them gives."""
+"""The packed cache, fed with keys and values directly: what is sealed, with which bytes, and what attention over it gives."""
 
 import math
 
@@ -36,10 +36,10 @@ def make(codec="4bit", layers=1, sequences=1, shard=None, audit=False, dtype=tor
 
 def tokens(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(q [H, T, D], kv [2, HK, T, D]) of a sequence whose keys have a mean and rows of different length, as real ones do."""
-    generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(2, KV_HEADS, count, DIM, generator=generator)
-    kv[0] = kv[0] * (0.5 + torch.rand(KV_HEADS, count, 1, generator=generator)) + torch.randn(KV_HEADS, 1, DIM, generator=generator)
-    return 1.5 * torch.randn(KV_HEADS * GROUP, count, DIM, generator=generator), kv
+    torch.manual_seed(seed)
+    kv = torch.randn(2, KV_HEADS, count, DIM)
+    kv[0] = kv[0] * (0.5 + torch.rand(KV_HEADS, count, 1)) + torch.randn(KV_HEADS, 1, DIM)
+    return 1.5 * torch.randn(KV_HEADS * GROUP, count, DIM), kv
 
 
 def feed(cache: PackedCache, q: torch.Tensor, kv: torch.Tensor, counts: list[int], sequence: int = 0) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_what_is_not_sealed_is_kept_to_the_bit(page_tokens, sink_tokens, recent_
         if length > sink + recent_tokens + page_tokens:
             assert recent_tokens <= length - end < recent_tokens + 2 * page_tokens
         kept = torch.cat((kv[:, :, : min(sink, length)], kv[:, :, end:length]), dim=2)
-        assert torch.equal(state.exact[:, :, : state.exact_count(sink)], kept)
+        assert torch.equal(state.exact[:, :, : kept.shape[2]], kept)
 
 
 @pytest.mark.parametrize("recent_tokens", [0, 1, 32, 128])
@@ -141,11 +141,12 @@ def test_what_is_not_sealed_is_kept_to_the_bit(page_tokens, sink_tokens, recent_
 def test_a_page_seals_when_it_is_older_than_the_window(sink_tokens, recent_tokens):
     """Prefills of every length around a page boundary: the newest max(1, recent) tokens are exact."""
     page = sink_tokens + 64  # the end of the first page after the sink
-    for length in (1, 63, page - 1, page, page + max(1, recent_tokens) - 1, page + max(1, recent_tokens), page + recent_tokens + 64):
+    newest = max(1, recent_tokens)
+    for length in (1, 63, page - 1, page, page + newest - 1, page + newest, page + newest + 63, page + newest + 64):
         q, kv = tokens(length)
         cache = make(sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         prefill(cache, q, kv)
-        assert cache.sealed_tokens(0) == max(0, (length - max(1, recent_tokens)) // 64 * 64 - sink_tokens)
+        assert cache.sealed_tokens(0) == max(0, (length - newest) // 64 * 64 - sink_tokens)
 
 
 def shard_of(mesh) -> Shard:
@@ -159,30 +160,38 @@ def shard_of(mesh) -> Shard:
     )  # fmt: skip
 
 
-def decode_shards(mesh, codec: str, lengths: list[int], audit: bool):
-    """Feed sequences of the given lengths into a shard each; (bytes per sequence, last outputs, digests)."""
-    cache = make(codec, sequences=len(lengths), shard=shard_of(mesh), audit=audit)
-    outputs = []
-    for sequence, length in enumerate(lengths):
-        q, kv = tokens(length, sequence)
-        outputs.append(feed(cache, q, kv, [length - 5] + [1] * 5, sequence)[-5:])
-    return [sealed_bytes(cache, sequence) for sequence in range(len(lengths))], torch.stack(outputs), cache.page_digests()
+def decode_shards(mesh, codec: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], audit: bool):
+    """Store all but 5 tokens of each sequence, then decode those; (bytes per sequence, outputs, digests) of this rank."""
+    cache = make(codec, sequences=len(pairs), shard=shard_of(mesh), audit=audit)
+    layer, outputs = cache.layers[0], []
+    for sequence, (q, kv) in enumerate(pairs):
+        stored = kv.shape[2] - 5
+        layer.begin_prompt(sequence, stored)
+        for start in range(0, stored, 512):
+            parts = [None] * mesh.sp
+            owner = placement.owner(start // 512, sequence, mesh.sp)
+            parts[owner] = (sequence, start, min(512, stored - start))
+            cache.step = Step([], round=parts)
+            layer.receive(kv[:, :, start : min(start + 512, stored)] if owner == mesh.sp_rank else None)
+        layer.finish_prompt(sequence)
+        outputs.append(feed(cache, q, kv, [1] * 5, sequence))
+    return [sealed_bytes(cache, sequence) for sequence in range(len(pairs))], torch.stack(outputs), cache.page_digests()
 
 
 @pytest.mark.parametrize("codec", ["4bit", "tiered4", "minmax"])
 def test_shards_hold_the_pages_of_one_rank(codec):
-    """C03: the shards of 2 to 8 ranks, put in token order, are the bytes of one rank, and every rank attends with the same result."""
-    lengths = [1300, 100, 2100]
-    ((wanted, answer, digests),) = simulated.run(1, decode_shards, codec, lengths, False)
+    """C03: the shards of 2 to 8 ranks, put in token order, are the bytes of one rank, and every rank has its answer."""
+    pairs = [tokens(length, sequence) for sequence, length in enumerate((1300, 100, 2100))]
+    ((wanted, answer, digests),) = simulated.run(1, decode_shards, codec, pairs, False)
     for ranks in (2, 3, 8):
-        shards = simulated.run(ranks, decode_shards, codec, lengths, False)
+        shards = simulated.run(ranks, decode_shards, codec, pairs, False)
         for sequence, pages in enumerate(wanted):
             held = [page for shard, _, _ in shards for page in shard[sequence]]
             assert sorted(held) == sorted(pages)  # each page on one rank
             assert {page: record for shard, _, _ in shards for page, record in shard[sequence].items()} == pages
         assert all(torch.equal(output, answer) for _, output, _ in shards)
         assert {key: value for _, _, found in shards for key, value in found.items()} == digests
-    for _, _, audited in simulated.run(3, decode_shards, codec, lengths, True):
+    for _, _, audited in simulated.run(3, decode_shards, codec, pairs, True):
         assert audited == digests  # with audit every rank encodes all pages, and finds the same
 
 
@@ -228,7 +237,9 @@ def test_bytes_are_those_of_all_storages(codec):
     assert cache.bytes == exact + 2 * slots * 8 * KV_HEADS * cache.layers[0].codec.record_bytes
 
 
-@pytest.mark.parametrize(("codec", "dim", "least"), [("2bit", 64, 6.6), ("2bit", 128, 7.0), ("1bit", 64, 11.4), ("1bit", 128, 12.6)])
+@pytest.mark.parametrize(
+    ("codec", "dim", "least"), [("2bit", 64, 6.6), ("2bit", 128, 7.0), ("1bit", 64, 11.4), ("1bit", 128, 12.6)]
+)
 def test_ratio_to_bf16(codec, dim, least):
     """All metadata of sealed tokens counted, at the default page of 128."""
     config = CacheConfig(**CODECS[codec])
@@ -276,7 +287,7 @@ def test_reads_of_a_step():
 
 
 def reference_path(cache: PackedCache, q: torch.Tensor, kv: torch.Tensor, end: int, correction: bool = True) -> torch.Tensor:
-    """The answer for the last tokens of a sequence in plain fp32: codes of the pages before `end` dequantised, eager causal softmax.
+    """The answer for a sequence's last tokens in plain fp32: codes of the pages before `end` dequantised, eager softmax.
 
     q [H, n, D] of the last n of T tokens; kv [2, HK, T, D] -> [n, H, D]. Sealed tokens' logits gain 0.5 scale^2 |q|^2 r^2 / D.
     """
@@ -305,7 +316,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 PLAIN_CODECS = [codec for codec in CODECS if codec != "tiered4"]
-INT8_ERROR = 0.025  # of the query's codes and the values' weights; the lossless codecs have neither
+INT8_ERROR = 0.03  # of the query's codes and the values' weights; the lossless codecs have neither
 
 
 @pytest.mark.parametrize("codec", PLAIN_CODECS)
@@ -340,7 +351,7 @@ def test_a_chunk_sees_what_a_step_at_its_first_position_would(codec, before, cou
     found = feed(cache, q, kv, [count])
     end = max(64, (before + 1 - 32) // 64 * 64)
     wanted = reference_path(cache, q[:, before:], kv, end)
-    assert relative_error(found, wanted) < (INT8_ERROR if codec == "4bit" else 1e-5)
+    assert relative_error(found, wanted) < (0.02 if codec == "4bit" else 1e-5)
 
 
 @pytest.mark.parametrize("codec", ["4bit", "tiered4"])
@@ -369,8 +380,11 @@ def test_causal_flag_is_aligned_to_the_newest_token():
     """C11: two queries on top of two tokens, equal scores, V = 1, 2, 3, 4 -> 2.0 and 2.5."""
     q, kv = torch.zeros(KV_HEADS * GROUP, 4, DIM), torch.zeros(2, KV_HEADS, 4, DIM)
     kv[1] = torch.arange(1.0, 5.0)[:, None]
-    for output in (feed(make(), q, kv, [2, 2]), feed(make(), q, kv, [1, 1, 1, 1]), prefill(make(), q, kv, chunk=2), prefill(make(), q, kv)):
-        torch.testing.assert_close(output, torch.tensor([1.0, 1.5, 2.0, 2.5])[:, None, None].expand(4, KV_HEADS * GROUP, DIM))
+    means = torch.tensor([1.0, 1.5, 2.0, 2.5])[:, None, None].expand(4, KV_HEADS * GROUP, DIM)
+    for counts in ([2, 2], [1, 1, 1, 1], [4], [1, 3]):
+        torch.testing.assert_close(feed(make(), q, kv, counts), means)
+    for chunk in (2, 4):
+        torch.testing.assert_close(prefill(make(), q, kv, chunk), means)
 
 
 def test_scores_of_any_size_stay_finite():

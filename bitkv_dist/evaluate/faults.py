@@ -20,6 +20,7 @@ CENTROID_ERROR = 0.05  # relative distance of the stored centroid to the page's 
 QUERY_ERROR = 0.1  # relative error of scores to the dot products of the query with the records: 0.009
 CORRECTION_ERROR = 0.5  # relative error of the correction to the energy that the scan lost: 0.10
 MASS_ERROR_NATS = 0.02  # log of the sum of weights, of attention to that of its scores: 0.0000
+EXPLAINED = 0.25  # of an error that a fault may leave when it is the cause: it also changes which tokens are refined
 OUTPUT_ERROR = 0.1  # relative error of attention's output to the weighted sum of the records' values: 0.03
 
 NAMES = {"K": "keys", "V": "values"}
@@ -96,17 +97,18 @@ def scale_cause(side: str) -> str:
 
 def name_foreign_scales(layers: list[Faults]) -> None:
     """Where a head holds the scales of the same head in another layer, say of which."""
-    for layer in layers:
+    for index, layer in enumerate(layers):
         for (kv_head, _), causes in layer.causes.items():
             for side in layer.scales:
-                if scale_cause(side) in causes and (owner := owner_of_scales(layers, layer.scales[side][0], kv_head, side)) is not None:
+                if scale_cause(side) in causes and (owner := owner_of_scales(layers, index, kv_head, side)) is not None:
                     causes[causes.index(scale_cause(side))] = f"scale ({NAMES[side]}, that of layer {owner})"
 
 
-def owner_of_scales(layers: list[Faults], stored: torch.Tensor, kv_head: int, side: str) -> int | None:
-    for index, layer in enumerate(layers):
-        if deviation(stored[:, kv_head], layer.scales[side][1][:, kv_head]).square().mean().sqrt() < SCALE_ERROR:
-            return index
+def owner_of_scales(layers: list[Faults], index: int, kv_head: int, side: str) -> int | None:
+    stored = layers[index].scales[side][0][:, kv_head]
+    for other, layer in enumerate(layers):
+        if other != index and deviation(stored, layer.scales[side][1][:, kv_head]).square().mean().sqrt() < SCALE_ERROR:
+            return other
     return None
 
 
@@ -128,12 +130,28 @@ def check_correction(reading: Reading, found: Faults) -> None:
 
 
 def check_attention(reading: Reading, found: Faults) -> None:
-    """The attention that decode computes against one made of the same scores and values in plain floating point."""
-    scores = reading.final * math.log(2)
-    weights = torch.softmax(scores, dim=-1)
-    mass_error = (reading.sealed_partial.log_sum_exp() - torch.logsumexp(scores, dim=-1)).abs().amax(1)
-    scan, full = (v[:, None] for v in (reading.scanned_vectors("V"), reading.vectors("V")))
+    """The attention that decode computed against one made of the same scores and values in plain floating point."""
+    mass = reading.sealed_partial.log_sum_exp()
+
+    def distance(scores: torch.Tensor) -> torch.Tensor:
+        return (mass - torch.logsumexp(scores * math.log(2), dim=-1)).abs().amax(1)
+
+    error = distance(reading.final)
+    wrong = error > MASS_ERROR_NATS
+    without_correction, without_centroid = reading.entering(correct=False), reading.final - reading.dots(reading.centroids("K"))
+    found.blame_first(wrong & (distance(without_correction) < EXPLAINED * error), "correction (missing in attention)")
+    found.blame_first(wrong & (distance(without_centroid) < EXPLAINED * error), "centroid (keys, missing in attention)")
+
+    weights = torch.softmax(reading.final * math.log(2), dim=-1)
     refined = torch.zeros_like(weights, dtype=torch.bool) if reading.refined is None else reading.refined
+    scan, full = (v[:, None] for v in (reading.scanned_vectors("V"), reading.vectors("V")))
     expected = weights.masked_fill(refined, 0.0) @ scan + weights.masked_fill(~refined, 0.0) @ full
-    error = (reading.sealed_partial.normalised() - expected).norm(dim=(1, 3)) / expected.norm(dim=(1, 3)).clamp(min=1e-30)
-    found.blame_first((mass_error > MASS_ERROR_NATS) | (error > OUTPUT_ERROR), "kernel (attention is not that of its own scores)")
+    output = reading.sealed_partial.normalised()
+    wrong |= too_far(output, expected)
+    found.blame_first(wrong & ~too_far(output, expected - weights @ reading.centroids("V")[:, None]), "centroid (values, missing in attention)")
+    found.blame_first(wrong, "kernel (attention is not that of its own scores and values)")
+
+
+def too_far(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[HK, n, G, D] -> bool [HK, G]."""
+    return (output - expected).norm(dim=(1, 3)) > OUTPUT_ERROR * expected.norm(dim=(1, 3))

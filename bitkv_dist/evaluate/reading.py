@@ -64,6 +64,9 @@ class Reading:
         self.sealed_partial = self.codec.finish(layer.cache.shard.reduce([nodes], [0])[0])
         prepared, records, valid, choice, granules = zip(*overheard.calls, strict=True)
         self.prepared, self.choice = prepared[0], choice[0]
+        if self.scannable:  # kernels for other machines hold the same numbers as int8
+            self.prepared = reference.Query(*(part if part is None else part.float() for part in self.prepared))
+            self.unfitted = self.prepared._replace(factor=None, offset=None)
         self.records, self.valid, self.granules = torch.cat(records), torch.cat(valid), torch.cat(granules)
         self.page_records = self.records[self.valid]  # [pages, HK, record_bytes]
 
@@ -109,11 +112,11 @@ class Reading:
         lost = self.fresh["K"].lost.transpose(0, 1).flatten(1)[:, None, None, :]
         return 0.5 * math.log(2) * self.query.square().sum(-1, keepdim=True) * lost
 
-    def scores(self, low: int, correct: bool) -> torch.Tensor:
+    def scores(self, query: reference.Query, low: int, correct: bool) -> torch.Tensor:
         """The codec's scores with `low` bits below the scanned planes, with its own log-normal correction or without any."""
         bits, scan_bits = self.codec.depth("K")
         noise = self.codec.noise[scan_bits + low, bits] if correct else 0.0
-        return self.sealed_of(reference.key_scores(self.prepared, self.codec.load(self.records, "K"), self.valid, low, noise))
+        return self.sealed_of(reference.key_scores(query, self.codec.load(self.records, "K"), self.valid, low, noise))
 
     def sealed_of(self, x: torch.Tensor) -> torch.Tensor:
         """x [granules, .., granule tokens] -> the sealed tokens [.., T]."""
@@ -121,12 +124,13 @@ class Reading:
 
     @cached_property
     def bare(self) -> torch.Tensor:
-        """Scanned scores without correction."""
-        return self.scores(0, correct=False) if self.scannable else self.final
+        """Scanned scores without correction, and without what `score: fitted` has learnt from the prompt."""
+        return self.scores(self.unfitted, 0, correct=False) if self.scannable else self.final
 
     @cached_property
     def scanned(self) -> torch.Tensor:
-        return self.scores(0, correct=True) if self.scannable else self.final
+        """Scanned scores without what was learnt."""
+        return self.scores(self.unfitted, 0, correct=True) if self.scannable else self.final
 
     @cached_property
     def refined(self) -> torch.Tensor | None:
@@ -140,12 +144,24 @@ class Reading:
 
     @cached_property
     def final(self) -> torch.Tensor:
-        """What enters the softmax: scanned scores, and those of all planes for the refined tokens."""
-        if not self.scannable:
-            return self.dots(self.vectors("K"))
+        """What enters the softmax."""
+        return self.entering(correct=True) if self.scannable else self.dots(self.vectors("K"))
+
+    def entering(self, correct: bool) -> torch.Tensor:
+        """Scanned scores, and those of all planes for the refined tokens, with or without correction."""
+        if self.prepared.factor is not None:
+            scanned = self.scores(self.prepared, 0, correct)
+        else:
+            scanned = self.scanned if correct else self.bare
         if self.refined is None or not self.codec.key_low:
-            return self.scanned
-        return torch.where(self.refined, self.scores(self.codec.key_low, correct=True), self.scanned)
+            return scanned
+        return torch.where(self.refined, self.scores(self.prepared, self.codec.key_low, correct), scanned)
+
+    def centroids(self, side: str) -> torch.Tensor:
+        """The centroid of each token's page, fp32 [HK, T, D]."""
+        plane = self.codec.load(self.page_records, side)
+        rotated = plane.centroid.float().unsqueeze(-2).expand(-1, -1, plane.full.shape[-1], -1)
+        return flat(reference.rotate_back(rotated, self.codec.signs[side][:, None, :]))
 
     # -- outputs [HK, n, G, D]
 

@@ -1,0 +1,455 @@
+"""Which tokens are refined: every rule against brute force in double precision, and the same choice for any number of ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from ranks import run_ranks
+
+from bitkv_dist import model
+from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.calibration import PROBES, probe_ends
+from bitkv_dist.codec.interface import HeadShape, make_codec
+from bitkv_dist.codec.planes import NOISE
+from bitkv_dist.codec.ranking import Ranking
+from bitkv_dist.codec.tuning import SLOPE, TAIL, Tuning
+from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.engine import Engine
+from bitkv_dist.kernels import reference
+from bitkv_dist.kernels.reference import Selection, Whole
+from bitkv_dist.partial import Partial
+from bitkv_dist.report import report
+
+SCORES = (3, 2, 2, 3, 512)  # n, HK, Q, G, T
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def scores_with(sealed: torch.Tensor, rounded: bool = False) -> torch.Tensor:
+    """Random scores of which only the first `sealed` tokens of each granule count; `rounded`: with many ties."""
+    scores = torch.randn(SCORES) * 4
+    scores = scores.round() if rounded else scores
+    return torch.where(torch.arange(512) < sealed[:, None, None, None, None], scores, -math.inf)
+
+
+def log_weights(scores: np.ndarray, group: bool) -> np.ndarray:
+    """What tokens compete with, float64 [n, HK, Q, R, T]."""
+    if not group:
+        return scores
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mass = np.log2(np.exp2(scores).sum(-1, keepdims=True))
+        return (scores - mass).max(-2, keepdims=True)
+
+
+def in_order(row: np.ndarray) -> np.ndarray:
+    """Positions by falling value, ties to the lower position."""
+    return np.lexsort((np.arange(len(row)), -row))
+
+
+# ----------------------------------------------------------------------------------------------------- rule mass
+
+
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("tail", [0.5, 0.1, 0.01, 0.0])
+def test_mass_takes_the_smallest_set_that_reaches_the_weight(group, tail):
+    sealed = torch.tensor([512, 128, 384])
+    scores = scores_with(sealed)
+    mask = reference.select(scores, sealed, Selection(0.0, 1, group, torch.full((1, 1, 1), tail)))
+    ranked = log_weights(scores.double().numpy(), group)
+    for index in np.ndindex(ranked.shape[:-1]):
+        chosen = mask[index[:3]].any(0).numpy() if group else mask[index].numpy()
+        if group:
+            assert all(torch.equal(head, mask[index[:3]][0]) for head in mask[index[:3]])
+        order = in_order(ranked[index])
+        count = chosen.sum()
+        assert set(np.flatnonzero(chosen)) == set(order[:count])
+        weights = np.exp2(ranked[index])
+        wanted = (1 - tail) * weights.sum()
+        slack = 1e-6 * weights.sum()  # a fp32 weight, and none below 2^-41 of the largest
+        assert weights[order[:count]].sum() >= wanted - slack
+        assert weights[order[: count - 1]].sum() < wanted + slack
+
+
+def test_mass_takes_ties_from_the_left():
+    scores = torch.zeros(1, 1, 1, 1, 512)
+    mask = reference.select(scores, torch.tensor([512]), Selection(0.0, 1, False, torch.full((1, 1, 1), 0.75)))
+    assert mask[0, 0, 0, 0].nonzero().flatten().tolist() == list(range(128))
+
+
+def test_mass_needs_no_token_but_takes_the_least_number():
+    sealed = torch.tensor([512, 0, 128])
+    for least in (0, 1, 7):
+        mask = reference.select(scores_with(sealed), sealed, Selection(0.0, least, True, torch.ones(1, 1, 1)))
+        assert (mask.sum(-1) == torch.tensor([least, 0, least])[:, None, None, None]).all()
+
+
+def test_each_head_has_its_own_tail():
+    scores = scores_with(torch.tensor([512] * 3))
+    tails = torch.tensor([0.5, 0.1, 0.01]).expand(2, 1, 3)
+    mask = reference.select(scores, torch.tensor([512] * 3), Selection(0.0, 1, False, tails))
+    for head, tail in enumerate((0.5, 0.1, 0.01)):
+        alone = reference.select(scores, torch.tensor([512] * 3), Selection(0.0, 1, False, torch.full((1, 1, 1), tail)))
+        assert torch.equal(mask[:, :, :, head], alone[:, :, :, head])
+
+
+# ------------------------------------------------------------------------------------------------ granules that do not matter
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_a_granule_below_the_floor_refines_nothing(group):
+    sealed = torch.tensor([512, 128, 384])
+    scores = scores_with(sealed)
+    floor = scores.amax(-1).median(0).values  # of three granules, one is below it
+    plain, floored = (reference.select(scores, sealed, Selection(0.05, 1, group, floor=each)) for each in (None, floor))
+    matters = scores.amax(-1) >= floor
+    matters = matters.any(-1, keepdim=True).expand_as(matters) if group else matters
+    assert 0 < matters.sum() < matters.numel()
+    assert torch.equal(floored, plain & matters.unsqueeze(-1))
+
+
+# -------------------------------------------------------------------------------------------------- scope global
+
+
+def test_rank_keys_order_by_value_then_position():
+    values = torch.cat((torch.randn(500).mul(3).round(), torch.tensor([0.0, -0.0, math.inf, -math.inf, 1e-40, -1e-40] * 2)))
+    keys = reference.rank_keys(values.view(2, 1, 1, 1, 256), torch.tensor([3, 9])).flatten()
+    position = np.concatenate((3 * 256 + np.arange(256), 9 * 256 + np.arange(256)))
+    expected = np.lexsort((position, -values.double().numpy()))
+    assert keys.argsort(descending=True).tolist() == expected.tolist()
+    assert len(keys.unique()) == len(keys)
+
+
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounded", [True, False])
+def test_global_takes_the_best_of_the_whole_sequence(group, ranks, rounded):
+    sealed = torch.tensor([384, 512, 512, 128])
+    scores = torch.randn(4, 2, 2, 3, 512) * 4
+    scores = scores.round() if rounded else scores
+    scores = torch.where(torch.arange(512) < sealed[:, None, None, None, None], scores, -math.inf)
+    rule, total = Selection(0.05, 1, group), int(sealed.sum())
+    m, l = reference.peak_and_mass(scores.movedim(0, -2).flatten(-2))
+    mass = Partial(m, l, m.new_empty(*m.shape, 0)) if group else None
+    rankings = []
+    for rank in range(ranks):
+        ranking = Ranking(rule, total, (2, 2, 3), mass, scores.device)
+        for granule in range(rank, 4, ranks):
+            ranking.add(scores[granule : granule + 1], torch.tensor([granule]))
+        rankings.append(ranking)
+    whole = rankings[-1].cut(torch.stack([ranking.best for ranking in rankings]))
+    mask = reference.select(scores, sealed, rule._replace(whole=whole), torch.arange(4))
+    flat = mask.movedim(0, -2).flatten(-2)  # [HK, Q, G, all T]
+    ranked = reference.competing(scores, group, whole.log_sum_exp).movedim(0, -2).flatten(-2)
+    count = math.ceil(0.05 * total)
+    for index in np.ndindex(ranked.shape[:-1]):
+        expected = np.zeros(4 * 512, dtype=bool)
+        expected[in_order(ranked[index].double().numpy())[:count]] = True
+        for head in flat[index[:2]] if group else [flat[index]]:
+            assert head.tolist() == expected.tolist()
+
+
+def test_global_may_choose_nothing():
+    ranking = Ranking(Selection(0.0, 0, False), 512, (1, 1, 1), None, torch.device("cpu"))
+    ranking.add(torch.randn(1, 1, 1, 1, 512), torch.tensor([0]))
+    whole = ranking.cut(ranking.best.unsqueeze(0))
+    assert isinstance(whole, Whole)
+    chosen = reference.select(torch.randn(1, 1, 1, 1, 512), torch.tensor([512]), Selection(0.0, 0, False, whole=whole), torch.tensor([0]))
+    assert not chosen.any()
+
+
+# ----------------------------------------------------------------------------------------- learning from true scores
+
+
+def sealed_keys(n: int = 2, pages: int = 4, bits=(4, 1)) -> tuple[torch.Tensor, torch.Tensor, reference.Plane]:
+    """Keys [n, 2, T, D = 64] that share a mean and some directions, rotation signs, and the sealed pages."""
+    k = torch.randn(n, 2, pages * 128, 64) + torch.randn(2, 1, 64) + torch.randn(n, 2, pages * 128, 1) * torch.randn(2, 1, 64)
+    signs = torch.randint(0, 2, (2, 64)) * 2.0 - 1
+    paged = k.unflatten(2, (pages, 128)).transpose(1, 2).flatten(0, 1)
+    plane = reference.encode(paged, signs, *bits, "K")
+    return k, signs, reference.Plane(*(part.unflatten(0, (n, pages)) for part in plane))
+
+
+def test_true_scores():
+    k, _, _ = sealed_keys()
+    q = torch.randn(2, 1, 3, 64)
+    valid = torch.tensor([[False, True, True, True], [True, True, False, False]])
+    found = reference.true_scores(q, k, valid)
+    expected = torch.einsum("hqgd,nhtd->nhqgt", q.double(), k.double())
+    inside = valid.repeat_interleave(128, 1)[:, None, None, None, :].expand_as(found)
+    torch.testing.assert_close(found[inside], expected[inside].float(), rtol=1e-5, atol=1e-4)
+    assert (found[~inside] == -math.inf).all()
+
+
+def test_slope_is_least_squares():
+    k, signs, plane = sealed_keys()
+    q = torch.randn(2, 1, 3, 64)
+    query, valid = reference.quantize_query(q, signs), torch.ones(2, 4, dtype=torch.bool)
+    valid[0, 0] = False
+    sums = reference.slope_sums(query, plane, valid, reference.true_scores(q, k, valid))
+    tuning = Tuning(CacheConfig(score="fitted", key_bits=4, value_bits=4, scan_bits=1))
+    tuning.learn(SLOPE, [Partial(None, None, granule) for granule in sums])
+    level = reference.levels(plane, "K", 0).double() * plane.scan.double().unsqueeze(-1)  # [n, pages, HK, P, D]
+    kept = valid[:, :, None, None].expand(2, 4, 1, 128).reshape(2, 4, 128)
+    for head in range(2):
+        z = reference.rotate(k[:, head].unflatten(1, (4, 128)), signs[head]).double() - plane.centroid[:, :, head, None].double()
+        for member in range(3):
+            x = (level[:, :, head] @ query.rotated[head, 0, member].double())[kept]
+            y = (z @ query.rotated[head, 0, member].double())[kept]
+            assert tuning.factor[head, 0, member].item() == pytest.approx((x @ y / (x @ x)).item(), rel=0.01)  # the query has 8 bits
+
+
+def test_tail_weights_are_what_a_choice_leaves():
+    k, signs, plane = sealed_keys()
+    q = torch.randn(2, 1, 3, 64) / 4
+    query, valid = reference.quantize_query(q, signs), torch.ones(2, 4, dtype=torch.bool)
+    truth = reference.true_scores(q, k, valid)
+    rule = Selection(0.05, 1, True)
+    m, l, o = reference.tail_weights(query, plane, valid, truth, 3, NOISE, [rule, None])
+    scanned = reference.key_scores(query, plane, valid, 0, NOISE[1, 4])
+    left = ~reference.select(scanned, torch.tensor([512, 512]), rule)
+    for column, (scores, mask) in enumerate([(truth, left), (truth, left | True), (scanned, left), (scanned, left | True)]):
+        expected = (np.exp2(scores.double().numpy()) * mask.numpy()).sum(-1)
+        np.testing.assert_allclose(o[..., column].double().numpy() * np.exp2(m.double().numpy()), expected, rtol=1e-5)
+    np.testing.assert_allclose(l.numpy(), o[..., 1].numpy(), rtol=1e-6)
+
+
+def tuned(shares: torch.Tensor, **fields) -> Tuning:
+    """A tuning that has learned from probes which leave these shares of the true weight, fp32 [probes, HK, G, C]."""
+    tuning = Tuning(CacheConfig(key_bits=4, value_bits=4, scan_bits=1, **fields))
+    shape = shares.shape[1], 1, shares.shape[2]
+    both = torch.cat((shares, shares / 2), dim=-1).unsqueeze(2)
+    tuning.learn(TAIL, [Partial(torch.zeros(shape), torch.ones(shape), probe) for probe in both])
+    return tuning
+
+
+@pytest.mark.parametrize("granularity", ["group", "head"])
+def test_the_tail_is_the_largest_whose_measured_mass_meets_the_target(granularity):
+    refine = RefineConfig(rule="mass", value=0.9, granularity=granularity)
+    tails = torch.tensor(Tuning(CacheConfig(key_bits=4, value_bits=4, scan_bits=1, refine=refine)).tails)
+    assert (tails.diff() < 0).all()
+    optimism = torch.tensor([[0.9, 1.5, 2.0], [3.0, 1.0, 5.0]])  # a head's true tail over its estimated one
+    shares = tails * optimism.unsqueeze(-1) * torch.tensor([0.5, 1.5])[:, None, None, None]  # two probes
+    tuning = tuned(shares, refine=refine)
+    optimism = optimism.mean(1, keepdim=True) if granularity == "group" else optimism
+    assert tuning.tail.shape == (2, 1, optimism.shape[1])
+    for head in np.ndindex(optimism.shape):
+        fitting = tails[tails * optimism[head] <= 0.1 + 1e-6]
+        assert tuning.tail[head[0], 0, head[1]] == fitting.max()
+    assert tuning.covered.shape == (2, 1, 3)
+    assert tuning.covered.mean() >= 0.9
+    assert tuning.offset is None
+
+
+def test_a_target_out_of_reach_takes_the_smallest_tail():
+    refine = RefineConfig(rule="mass", value=0.9)
+    tuning = tuned(torch.full((1, 2, 3, 17), 0.5), refine=refine)
+    assert (tuning.tail == tuning.tails[-1]).all() and (tuning.covered == 0.5).all()
+
+
+def test_the_offset_is_what_the_tail_truly_weighs():
+    tuning = tuned(torch.rand(3, 2, 3, 1), score="fitted")
+    torch.testing.assert_close(tuning.offset, torch.ones(2, 1, 3))  # estimated at half
+
+
+def test_fitted_scores_change_the_scan_only():
+    _, signs, plane = sealed_keys()
+    query, valid = reference.quantize_query(torch.randn(2, 1, 3, 64), signs), torch.ones(2, 4, dtype=torch.bool)
+    fitted = query._replace(factor=torch.full((2, 1, 3), 1.5), offset=torch.full((2, 1, 3), -2.0))
+    base = reference.centroid_scores(query, plane.centroid.float()).repeat_interleave(128, -1)
+    plain, found = (reference.key_scores(each, plane, valid, 0, 0.0) for each in (query, fitted))
+    torch.testing.assert_close(found, base + 1.5 * (plain - base) - 2)
+    assert torch.equal(*(reference.key_scores(each, plane, valid, 3, 0.0) for each in (query, fitted)))
+
+
+def test_probes_are_few_and_end_with_the_prompt():
+    assert probe_ends(1) == [1]
+    assert probe_ends(1300) == [512, 1024, 1300]
+    for tokens in (512 * 16, 512 * 16 + 1, 100_000, 1_000_000):
+        ends = probe_ends(tokens)
+        assert len(ends) == PROBES and ends[-1] == tokens and ends == sorted(set(ends))
+        assert all(end % 512 == 0 for end in ends[:-1])
+
+
+# ------------------------------------------------------------------------------------------------------ in a layer
+
+
+def peaked(tokens: int, heads: int = 2, group: int = 3, dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [1, HK G, T, D], k, v [1, HK, T, D]: keys in clusters, queries near one of their centres, so that attention has peaks."""
+    centres = torch.randn(heads, 12, dim)
+    of_key, of_query = torch.randint(0, 12, (tokens,)), torch.randint(0, 12, (tokens,))
+    k = centres[:, of_key] + torch.randn(heads, tokens, dim) * 0.7
+    q = centres[:, of_query].repeat_interleave(group, 0) + torch.randn(heads * group, tokens, dim) * 0.7
+    return q.unsqueeze(0), k.unsqueeze(0), torch.randn(1, heads, tokens, dim)
+
+
+def prefilled(config: CacheConfig, q, k, v, exact: bool = True) -> PackedCache:
+    """A one-layer cache after these tokens, read exactly or packed in chunks of 512."""
+    cache = PackedCache(config, HeadShape(1, 0, k.shape[1], k.shape[3], torch.float32, group=q.shape[1] // k.shape[1]), 1)
+    tokens = k.shape[2]
+    if exact:
+        cache.layers[0].begin_prompt(0, tokens)
+    for start in range(0, tokens, 512):
+        end = min(tokens, start + 512)
+        cache.step = Step([0], round=[(0, start, end - start)] if exact else [])
+        cache.update(k[:, :, start:end], v[:, :, start:end], 0)[0].attend(q[:, :, start:end], 64**-0.5)
+    if exact:
+        cache.layers[0].finish_prompt(0)
+    return cache
+
+
+def decode(cache: PackedCache, q, k, v) -> torch.Tensor:
+    """Outputs of further tokens, fed one at a time."""
+    cache.step = Step([0], count_reads=True)
+    steps = (slice(t, t + 1) for t in range(k.shape[2]))
+    return torch.cat([cache.update(k[:, :, t], v[:, :, t], 0)[0].attend(q[:, :, t], 64**-0.5) for t in steps], dim=1)
+
+
+def config_with(score: str = "mse", **refine) -> CacheConfig:
+    return CacheConfig(key_bits=4, value_bits=4, scan_bits=1, score=score, refine=RefineConfig(**refine))
+
+
+@pytest.mark.parametrize("granularity", ["group", "head"])
+def test_measured_mass_is_true_and_meets_the_target(granularity):
+    q, k, v = peaked(1800)
+    config = config_with(rule="mass", value=0.8, granularity=granularity)
+    cache = prefilled(config, q, k, v)
+    state, codec = cache.layers[0].states[0], cache.layers[0].codec
+    records, valid, _ = next(state.granules(99))
+    shares = []
+    for end in (512, 1024, 1536, 1800):
+        sealed = (end - 128) // 128 * 128
+        query = q[0, :, end - 1].view(2, 1, 3, 64) * (64**-0.5 * math.log2(math.e))
+        pages = valid & (torch.arange(16).view(4, 4) * 128 < sealed)
+        scanned = codec.scan(codec.prepare(query), records, pages)
+        mask = reference.select(scanned, pages.sum(1) * 128, codec.choice(state.tuning, Partial(None, None, None)))
+        truth = np.exp2(query.double().numpy() @ k[0, :, None, :sealed].double().transpose(-1, -2).numpy())  # [HK, 1, G, sealed]
+        chosen = mask.movedim(0, -2).flatten(-2)[..., :sealed].numpy()
+        truth[..., :128] = 0  # the sink
+        shares.append((truth * chosen).sum(-1) / truth.sum(-1))
+    expected = np.mean(shares, axis=0)
+    np.testing.assert_allclose(state.tuning.covered.numpy(), expected, atol=1e-4)
+    judged = expected.mean(-1) if granularity == "group" else expected
+    assert (judged >= 0.8 - 1e-4).all()
+    assert codec.selection.tail.item() == pytest.approx(0.2) and state.tuning.tail.unique().numel() > 1
+
+
+def test_a_packed_prefill_learns_from_the_full_codes():
+    q, k, v = peaked(1600)
+    exact, packed = (prefilled(config_with("fitted", rule="mass", value=0.8), q, k, v, how).layers[0].states[0].tuning for how in (True, False))
+    assert len(packed.probes[TAIL]) == 2  # the first chunk sees nothing sealed, the end of the prompt is not known in advance
+    assert len(exact.probes[TAIL]) == 4
+    for name in ("factor", "offset", "covered"):
+        torch.testing.assert_close(getattr(packed, name), getattr(exact, name), rtol=0.1, atol=0.15)
+
+
+def test_fitted_scores_are_closer_to_the_truth():
+    q, k, v = peaked(2100)
+    k = k * torch.linspace(0.2, 2, 64)  # queries that follow the keys: what the sign plane loses is not independent of them
+    q = q * torch.linspace(0.2, 2, 64)
+    prompt, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 2048), slice(2048, None)))
+    lossless = decode(prefilled(CacheConfig("exact", 16, 16), *prompt), *rest)
+    errors = {score: (decode(prefilled(config_with(score), *prompt), *rest) - lossless).square().mean() for score in ("mse", "fitted")}
+    assert errors["fitted"] < 0.95 * errors["mse"]
+
+
+def test_skipping_what_does_not_matter_changes_almost_nothing():
+    q, k, v = peaked(2100)
+    k[:, :, 512:1024] -= 40 * q.mean(2, keepdim=True)[:, ::3] / q.mean(2, keepdim=True)[:, ::3].norm()
+    prompt, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 2048), slice(2048, None)))
+    caches = [prefilled(config_with(skip_below=bits), *prompt) for bits in (None, 20.0)]
+    plain, skipping = (decode(cache, *rest) for cache in caches)
+    assert caches[1].reads.refined < caches[0].reads.refined
+    assert (plain - skipping).abs().max() < 1e-3
+
+
+# -------------------------------------------------------------------------------------------------- with real ranks
+
+RULES = {
+    "mass": config_with(rule="mass", value=0.9),
+    "mass of heads, fitted": config_with("fitted", rule="mass", value=0.8, granularity="head"),
+    "global": config_with(scope="global"),
+    "global of heads": config_with(scope="global", granularity="head"),
+    "fitted global": config_with("fitted", scope="global"),
+    "skip": config_with(skip_below=6.0),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("tiny")))
+
+
+def runs(mesh, folder: str, prefill: str, names: list[str]) -> dict[str, tuple]:
+    """Everything that must not depend on the number of ranks, for each rule: token ids, all logits, factors, refined tokens, mass."""
+    torch.set_num_threads(1)
+    served = model.load(folder, dtype=None, device=torch.device("cpu"))
+    prompts = [tiny.prompt(1700), tiny.prompt(900)]
+    logits, head = [], served.head
+    served.head = lambda hidden: logits.append(head(hidden)) or logits[-1]
+    found = {}
+    for name in names:
+        logits.clear()
+        engine = Engine(served, RULES[name], mesh, GenerateConfig(max_new_tokens=4, prefill=prefill, ignore_eos=True))
+        result = engine.generate(prompts)
+        tunings = [state.tuning for layer in engine.cache.layers for state in layer.states]
+        learned = [None if part is None else part.tolist() for tuning in tunings if tuning for part in (tuning.factor, tuning.offset, tuning.tail)]
+        kv = report(engine, result, None, 0.0)["kv"]
+        found[name] = result.token_ids, [step.tolist() for step in logits], learned, kv["refined_share"], kv.get("mass"), engine.cache_digest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder) -> dict[str, tuple]:
+    (found,) = run_ranks(1, runs, folder, "exact", list(RULES), timeout_s=120)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_choice_is_the_same_for_every_number_of_ranks(folder, one_rank, size):
+    for found in run_ranks(size, runs, folder, "exact", list(RULES), timeout_s=240):
+        for name, expected in one_rank.items():
+            for part, whole in zip(found[name], expected, strict=True):
+                assert part == whole, name
+
+
+def test_a_packed_prefill_is_the_same_too(folder):
+    names = ["mass of heads, fitted", "fitted global"]
+    (alone,) = run_ranks(1, runs, folder, "packed", names, timeout_s=120)
+    for found in run_ranks(2, runs, folder, "packed", names, timeout_s=120):
+        assert found == alone
+
+
+def test_the_rules_differ_and_are_reported(one_rank):
+    assert len({str(found[1]) for found in one_rank.values()}) == len(RULES)
+    mass = one_rank["mass"][4]
+    assert mass["target"] == 0.9 and len(mass["measured"]) == 2
+    assert all(measured >= 0.9 - 1e-6 for measured in mass["measured"])
+    assert one_rank["global"][4] is None
+    assert one_rank["skip"][3] < 0.05 < one_rank["global"][3] * 1.1
+
+
+# ------------------------------------------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"rule": "mass", "value": 0.9, "scope": "global"}, ("cache.refine.scope 'global'", "rule mass", "scope granule")),
+        ({"scope": "global", "skip_below": 20}, ("cache.refine.skip_below 20", "scope global", "leave it out")),
+        ({"skip_below": 0}, ("cache.refine.skip_below 0", "above 0")),
+    ],
+)
+def test_refusals(fields, parts):
+    with pytest.raises(ValueError) as caught:
+        RefineConfig(**fields)
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+def test_other_codecs_learn_nothing():
+    for config in (CacheConfig("exact", 16, 16), CacheConfig("minmax"), CacheConfig(), config_with()):
+        assert make_codec(config, HeadShape(1, 0, 2, 64, torch.float32), 0).tuning() is None
