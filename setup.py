@@ -24,7 +24,15 @@ CPU_SOURCES = {"api.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
     CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mf16c"]
-    CPU_SOURCES["avx512.cpp"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mf16c", "-mprefer-vector-width=512"]
+    CPU_SOURCES["avx512.cpp"] = [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512vnni",
+        "-mf16c",
+        "-mprefer-vector-width=512",
+    ]
 
 
 class BuildKernels(build_ext):
@@ -34,11 +42,18 @@ class BuildKernels(build_ext):
         try:
             objects = []
             for source, flags in CPU_SOURCES.items():
-                objects += self.compiler.compile([f"kernels/cpu/{source}"], self.build_temp, extra_postargs=CPU_FLAGS + flags, depends=ext.depends)
-            # api and portable come first: of a function that several of them hold, the linker keeps the one that runs everywhere.
-            self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++")
+                objects += self.compiler.compile(
+                    [f"kernels/cpu/{source}"], self.build_temp, extra_postargs=CPU_FLAGS + flags, depends=ext.depends
+                )
+            # api and portable come first: of a function that several of them hold, the linker keeps the one that runs
+            # everywhere.
+            self.compiler.link_shared_object(
+                objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
+            )
         except (BaseError, OSError) as error:
-            print(f"bitkv_dist: the CPU kernels were not built ({error}); plain torch will do their work, slowly", file=sys.stderr)
+            print(
+                f"bitkv_dist: the CPU kernels were not built ({error}); plain torch will do their work, slowly", file=sys.stderr
+            )
 
 
 setup(
@@ -49,7 +64,13 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={"bitkv_dist.configs": ["*.yaml", "*.txt"]},
-    ext_modules=[Extension("bitkv_dist.kernels.cpu._bitkv_cpu", [f"kernels/cpu/{source}" for source in CPU_SOURCES], depends=glob("kernels/cpu/*.hpp"))],
+    ext_modules=[
+        Extension(
+            "bitkv_dist.kernels.cpu._bitkv_cpu",
+            [f"kernels/cpu/{source}" for source in CPU_SOURCES],
+            depends=glob("kernels/cpu/*.hpp"),
+        )
+    ],
     cmdclass={"build_ext": BuildKernels},
     entry_points={"console_scripts": ["bitkv = bitkv_dist.launch.cli:main"]},
 )

@@ -1,11 +1,13 @@
 """One decode step of attention over a long packed cache, on CPU, against the ways to ask torch for it.
 
     python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 1 --threads 1 --json -
-    python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 4 --refine 0.05 --threads 2
+    python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 4 --refine 0.05
+    --threads 2
 
-Checks the result against the plain-torch reference first, measures the streaming read rate of the machine in the same run, times
-everything interleaved over several sets of inputs that exceed the last-level cache together, and prints medians with spread. `fraction_of_stream` is
-(bytes of the packed cache / streaming rate) / time: 1 would be memory speed. The last line is one JSON object.
+Checks the result against the plain-torch reference first, measures the streaming read rate of the machine in the same run,
+times everything interleaved over several sets of inputs that exceed the last-level cache together, and prints medians with
+spread. `fraction_of_stream` is (bytes of the packed cache / streaming rate) / time: 1 would be memory speed. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sets", type=int, default=3, help="sets of inputs, walked in turn")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", choices=sorted(cpu.ISAS))
-    parser.add_argument("--json", help="also write the JSON object to this file; - is the last line of the output, which is always printed")
+    parser.add_argument(
+        "--json", help="also write the JSON object to this file; - is the last line of the output, which is always printed"
+    )
     args = parser.parse_args()
     if args.context % GRANULE_TOKENS:
-        parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {-(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS}")
+        parser.error(
+            f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {-(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS}"
+        )
     return args
 
 
@@ -66,13 +72,18 @@ class Ours:
 
     def __init__(self, args: argparse.Namespace, seed: int) -> None:
         refine = RefineConfig(value=args.refine) if args.refine is not None else None
-        self.config = CacheConfig(key_bits=args.bits, value_bits=args.bits, scan_bits=args.scan_bits if refine else None, refine=refine)
+        self.config = CacheConfig(
+            key_bits=args.bits, value_bits=args.bits, scan_bits=args.scan_bits if refine else None, refine=refine
+        )
         self.codec = make_codec(self.config, HeadShape(1, 0, args.kv_heads, args.head_dim, torch.float32), 0)
         self.granules = args.context // GRANULE_TOKENS
         generator = torch.Generator().manual_seed(seed)
         distinct = min(self.granules, 8)  # random pages are repeated: their content does not change the work
         pages = GRANULE_TOKENS // self.config.page_tokens
-        k, v = (torch.randn(distinct * pages, args.kv_heads, self.config.page_tokens, args.head_dim, generator=generator) for _ in range(2))
+        k, v = (
+            torch.randn(distinct * pages, args.kv_heads, self.config.page_tokens, args.head_dim, generator=generator)
+            for _ in range(2)
+        )
         records = self.codec.encode(k, v).view(distinct, pages, args.kv_heads, -1)
         self.records = records.repeat(-(-self.granules // distinct), 1, 1, 1)[: self.granules].contiguous()
         self.valid = torch.ones(self.granules, pages, dtype=torch.bool)
@@ -123,7 +134,10 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
     shape = (args.kv_heads, 1, args.heads // args.kv_heads, args.head_dim)
-    queries = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) / math.sqrt(args.head_dim) * math.log2(math.e) for i in range(args.sets)]
+    queries = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(i)) / math.sqrt(args.head_dim) * math.log2(math.e)
+        for i in range(args.sets)
+    ]
     ours = [Ours(args, seed) for seed in range(args.sets)]
     difference = check(ours[0], queries[0])
     names = [name for name in args.peers.split(",") if name]
@@ -143,10 +157,14 @@ def main() -> None:
     packed_bytes = ours[0].records.numel()
     median = {name: statistics.median(values) for name, values in times.items()}
     ceiling_ms = packed_bytes / rate / 1e6
-    print(f"{packed_bytes / 1e6:.1f} MB packed, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.2f} ms would be memory speed; {backend}")
+    print(
+        f"{packed_bytes / 1e6:.1f} MB packed, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.2f} ms would be memory speed; {backend}"
+    )
     print(f"difference to the reference {difference:.1e}")
     for name, values in times.items():
-        print(f"{name:14s} {median[name]:9.2f} ms   ({min(values):.2f} .. {max(values):.2f})   {median[name] / median['ours']:6.1f} x ours")
+        print(
+            f"{name:14s} {median[name]:9.2f} ms   ({min(values):.2f} .. {max(values):.2f})   {median[name] / median['ours']:6.1f} x ours"
+        )
     best = min(names, key=median.get) if names else None
     result = {
         "context": args.context, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "bits": args.bits, "refine": args.refine,

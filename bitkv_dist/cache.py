@@ -41,7 +41,9 @@ class Step:
 class PackedCache:
     """Packed keys and values of `sequences` sequences in all layers; passed to the model's layers as `past_key_values`."""
 
-    def __init__(self, config: CacheConfig, heads: HeadShape, sequences: int, shard: Shard | None = None, audit: bool = False) -> None:
+    def __init__(
+        self, config: CacheConfig, heads: HeadShape, sequences: int, shard: Shard | None = None, audit: bool = False
+    ) -> None:
         """audit: also encode, and digest, the pages that other ranks own."""
         config.check_depth(heads.layers)
         self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
@@ -49,7 +51,9 @@ class PackedCache:
         self.step = Step([])
         self.reads = ReadCount()
         self.exact_reads = ReadCount()
-        self.finite = torch.ones(heads.layers, dtype=torch.bool, device=heads.device)  # whether every attention output so far was
+        self.finite = torch.ones(
+            heads.layers, dtype=torch.bool, device=heads.device
+        )  # whether every attention output so far was
         self.layers = [PackedLayer(self, index) for index in range(heads.layers)]
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
@@ -88,11 +92,14 @@ class PackedCache:
         return record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
 
     def mass_covered(self) -> list[list[float]]:
-        """Per layer: the share of the true sealed weight that rule mass refined for the probes, of every sequence and local head."""
+        """Per layer: the share of the true sealed weight that rule mass refined for the probes, of every sequence and local
+        head."""
         found = []
         for layer in self.layers:
             tunings = [state.tuning for state in layer.states if state.tuning is not None]
-            found.append([share for tuning in tunings if tuning.covered is not None for share in tuning.covered.flatten().tolist()])
+            found.append(
+                [share for tuning in tunings if tuning.covered is not None for share in tuning.covered.flatten().tolist()]
+            )
         return found
 
     def sealed_tokens(self, sequence: int) -> int:
@@ -100,12 +107,20 @@ class PackedCache:
         return max(0, min(self.length(sequence), self.layers[-1].states[sequence].sealed_end) - self.config.sink_rounded)
 
     def page_digests(self) -> dict[tuple[int, int, int, int], int]:
-        """(layer, sequence, page, global KV head) -> digest of the sealed bytes that this rank holds, or encoded for the audit."""
+        """(layer, sequence, page, global KV head) -> digest of the sealed bytes that this rank holds, or encoded for the
+        audit."""
         found: dict[tuple[int, int, int, int], int] = {}
         first_head = self.heads.first_kv_head
         for layer in self.layers:
             for sequence, state in enumerate(layer.states):
                 for page, record in state.pages():
-                    found.update({(layer.index, sequence, page, first_head + head): digest(record[head]) for head in range(len(record))})
-            found.update({(layer.index, sequence, page, first_head + head): value for (sequence, page, head), value in layer.audited.items()})
+                    found.update(
+                        {(layer.index, sequence, page, first_head + head): digest(record[head]) for head in range(len(record))}
+                    )
+            found.update(
+                {
+                    (layer.index, sequence, page, first_head + head): value
+                    for (sequence, page, head), value in layer.audited.items()
+                }
+            )
         return found

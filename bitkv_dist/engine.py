@@ -40,11 +40,15 @@ class Result:
 class Engine:
     """A model, its packed cache and this rank's place in the grid. Every rank makes the same calls."""
 
-    def __init__(self, model: ServedModel, cache: CacheConfig, mesh: Mesh, generate: GenerateConfig, audit: bool = False) -> None:
+    def __init__(
+        self, model: ServedModel, cache: CacheConfig, mesh: Mesh, generate: GenerateConfig, audit: bool = False
+    ) -> None:
         """audit: every rank also encodes the pages that it does not own, for `page_digests` to compare."""
         self.model, self.cache_config, self.mesh, self.config, self.audit = model, cache, mesh, generate, audit
         group = model.local_heads // model.local_kv_heads
-        self.heads = HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group)
+        self.heads = HeadShape(
+            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
+        )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         self.cache: PackedCache | None = None
         self.rotation_digest = agreement.require(mesh, model, cache)
@@ -66,11 +70,17 @@ class Engine:
 
     # -- running
 
-    def generate(self, prompts: list[list[int]], on_token: OnToken | None = None, on_prefill: prefill.Progress | None = None,
-                 keep: bool = False) -> Result:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        on_token: OnToken | None = None,
+        on_prefill: prefill.Progress | None = None,
+        keep: bool = False,
+    ) -> Result:
         """Continue the prompts (token ids, each at its own length). keep: append them to the sequences that the cache holds.
 
-        on_token is called on rank 0 for every token as it comes and may end its sequence; on_prefill(done, all) counts prompt tokens.
+        on_token is called on rank 0 for every token as it comes and may end its sequence; on_prefill(done, all) counts prompt
+        tokens.
         """
         with torch.inference_mode():
             started = time.perf_counter()
@@ -102,7 +112,9 @@ class Engine:
         if self.config.prefill == "packed":
             return self.model.head(prefill.packed(self.model, self.cache, prompts, chunk, progress))
         last = prefill.exact(self.model, self.cache, prompts, self.rounds(prompts), progress)
-        owners = [placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, ranks) for sequence, prompt in enumerate(prompts)]
+        owners = [
+            placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, ranks) for sequence, prompt in enumerate(prompts)
+        ]
         return self.model.head(self.mesh.gather_sp(last)[owners, list(range(len(prompts)))])
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
@@ -133,7 +145,9 @@ class Engine:
             if not prompt:
                 raise ValueError(f"prompt {sequence}: has no tokens; give some text")
             if held + len(prompt) > self.model.max_positions:
-                raise ValueError(f"prompt {sequence}: {held + len(prompt)} tokens, but {self.model.name} has {self.model.max_positions} positions; shorten it")
+                raise ValueError(
+                    f"prompt {sequence}: {held + len(prompt)} tokens, but {self.model.name} has {self.model.max_positions} positions; shorten it"
+                )
 
     def decode(self, logits: torch.Tensor, result: Result, on_token: OnToken | None, started: float) -> None:
         """Sample, feed, repeat, until every sequence has ended; fills `result`."""
@@ -170,7 +184,10 @@ class Engine:
                 if stop or (token in self.eos and not self.config.ignore_eos):
                     state = STOP
                 else:
-                    full = len(result.token_ids[sequence]) + 1 == self.config.max_new_tokens or len(self.histories[sequence]) >= self.model.max_positions
+                    full = (
+                        len(result.token_ids[sequence]) + 1 == self.config.max_new_tokens
+                        or len(self.histories[sequence]) >= self.model.max_positions
+                    )
                     state = LENGTH if full else RUNNING
                 decided[row] = torch.tensor((token, state))
         return [tuple(row) for row in self.mesh.broadcast_tensor(decided).tolist()]
@@ -191,7 +208,9 @@ class Engine:
         """Run a short prompt and two steps once, so that first-call costs stay out of the timing."""
         config = self.config
         self.config = replace(config, max_new_tokens=2)
-        self.generate([[0] * (self.cache_config.sink_rounded + self.cache_config.recent_tokens + 2 * self.cache_config.page_tokens)])
+        self.generate(
+            [[0] * (self.cache_config.sink_rounded + self.cache_config.recent_tokens + 2 * self.cache_config.page_tokens)]
+        )
         self.config, self.cache = config, None
 
 

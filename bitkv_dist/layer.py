@@ -1,7 +1,7 @@
 """One layer of the packed cache: what its sequences keep exactly, when a page is sealed, and attention over both.
 
-A token is exact while it is in the sink pages or in the recent window; a page is sealed, once, when it is complete and older than the
-window. Which pages are sealed is a function of the length alone, so the bytes do not depend on how the tokens arrived.
+A token is exact while it is in the sink pages or in the recent window; a page is sealed, once, when it is complete and older
+than the window. Which pages are sealed is a function of the length alone, so the bytes do not depend on how the tokens arrived.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def digest(record: torch.Tensor) -> int:
 
 
 class PackedLayer:
-    """One layer's keys and values of all sequences. The object itself travels through the model's attention as an opaque handle."""
+    """One layer's keys and values of all sequences. The object itself travels through attention as an opaque handle."""
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         self.cache, self.index = cache, index
         self.codec = make_codec(cache.config.for_layer(index), cache.heads, index)
         self.states = [
-            SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning()) for _ in range(cache.sequences)
+            SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning())
+            for _ in range(cache.sequences)
         ]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
@@ -57,7 +58,7 @@ class PackedLayer:
         return self, self
 
     def receive(self, kv: torch.Tensor | None) -> None:
-        """Exact prefill: exchange one round's keys and values; kv [2, HK, n, D], or None when this rank has no chunk in the round."""
+        """Exact prefill: exchange one round's keys and values; kv [2, HK, n, D], or None: this rank has no chunk in it."""
         step, shape = self.cache.step, self.cache.heads
         widest = max(part[2] for part in step.round if part)
         sent = torch.zeros(2, shape.kv_heads, widest, shape.head_dim, dtype=shape.dtype, device=shape.device)
@@ -69,8 +70,9 @@ class PackedLayer:
                 self.states[sequence].prompt[:, :, start : start + tokens] = received[:, :, :tokens]
 
     def begin_prompt(self, sequence: int, tokens: int) -> None:
-        shape = self.cache.heads
-        self.states[sequence].prompt = torch.empty(2, shape.kv_heads, tokens, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        heads = self.cache.heads
+        shape = (2, heads.kv_heads, tokens, heads.head_dim)
+        self.states[sequence].prompt = torch.empty(shape, dtype=heads.dtype, device=heads.device)
 
     def finish_prompt(self, sequence: int) -> None:
         """Seal the prompt's pages, keep its sink and recent window, drop the rest."""
@@ -95,7 +97,7 @@ class PackedLayer:
         return state.exact[:, :, : rows.shape[2] + 1]
 
     def seal_due(self, sequence: int, length: int, rows: torch.Tensor) -> torch.Tensor:
-        """Seal the pages that are due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns the rows that stay exact."""
+        """Seal the pages due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns those that stay exact."""
         config, state = self.cache.config, self.states[sequence]
         page, sink = config.page_tokens, config.sink_rounded
         end = state.sealed_at(length)
@@ -144,7 +146,8 @@ class PackedLayer:
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
             nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
             roots = self.cache.shard.reduce(nodes, step.sequences)
-            out = torch.stack([self.finish_step(*each) for each in zip(step.sequences, queries, self.rows, exacts, roots, strict=True)])
+            parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
+            out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
         self.cache.finite[self.index] &= torch.isfinite(out).all()
         return out.to(q.dtype)
@@ -157,7 +160,8 @@ class PackedLayer:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return causal_attention(q, *state.prompt[:, :, :end], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
-    def finish_step(self, sequence: int, query: torch.Tensor, rows: torch.Tensor, exact: Partial, root: Partial) -> torch.Tensor:
+    def finish_step(self, sequence: int, query: torch.Tensor, rows: torch.Tensor, exact: Partial,
+                    root: Partial) -> torch.Tensor:
         """Output [n, H, D] of a sequence's queries [HK, n, G, D]; what a chunk of several tokens left to do is done."""
         state = self.states[sequence]
         if self.cache.step.count_reads:
@@ -169,7 +173,7 @@ class PackedLayer:
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
 
     def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial) -> Partial:
-        """This rank's nodes of the merge tree over the sealed pages, Partial [V, HK, n, G]; the nodes of other ranks stay empty.
+        """This rank's nodes of the merge tree over the sealed pages, Partial [V, HK, n, G]; other ranks' stay empty.
 
         query fp32 [HK, n, G, D] in base 2; exact: the partial of its exact tokens.
         """
@@ -190,7 +194,7 @@ class PackedLayer:
 
     def nodes(self, state: SequenceState, shape: tuple[int, ...], end: int,
               compute: Callable[[torch.Tensor, torch.Tensor, list[int]], Partial], cost: int = 1) -> Partial:
-        """This rank's tree nodes over the sealed tokens before `end`, m, l [V, HK, n, G], o [V, *shape] with shape (HK, n, G, ..).
+        """This rank's tree nodes over the sealed tokens before `end`: m, l [V, HK, n, G], o [V, *shape], shape = HK, n, G, ..
 
         compute(records, page_valid, granules) gives the partials of some granules (see SequenceState.granules) and holds `cost`
         numbers for each score.
@@ -207,7 +211,7 @@ class PackedLayer:
     def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
         """Where scope global cuts the ranking of all sealed tokens, the same on every rank.
 
-        Exchanges the keys of each rank's best tokens, as many as are refined in all; before it, for groups, the mass of each head.
+        Exchanges the keys of each rank's best tokens, as many as are refined in all; for groups, each head's mass before.
         """
         state, shard = self.states[sequence], self.cache.shard
         mass = None
@@ -224,19 +228,21 @@ class PackedLayer:
         return max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS * cost))
 
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
-        """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], of which the last n are the queries' own tokens."""
+        """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], the last n of them their own."""
         n, count = query.shape[1], rows.shape[2]
         if n == 1 and dispatch.on_cpu(rows.device):
             return Partial(*cpu.attend_exact(query, rows))
-        position = torch.arange(count, device=rows.device)
-        valid = (position <= torch.arange(count - n, count, device=rows.device)[:, None])[None, None, :, None, :] if n > 1 else None
+        valid = None
+        if n > 1:
+            position = torch.arange(count, device=rows.device)
+            valid = (position <= position[count - n :, None])[None, None, :, None, :]
         k, v = rows.float().unsqueeze(1)
         return Partial(*attend_dense(query, k, v, valid)).rows(0)
 
     # -- learning from the prompt
 
     def calibrate(self, sequence: int, probes: list[Probe], keys: torch.Tensor | None = None) -> None:
-        """Let the codec compare its scores for the probes with true ones; keys [HK, T, D]: the exact keys, where they are at hand."""
+        """Let the codec compare its scores for the probes with true ones; keys [HK, T, D]: exact keys, if at hand."""
         state = self.states[sequence]
         probes = [probe for probe in probes if probe.sealed_end > state.sink]
         for lesson in state.tuning.lessons if probes else ():

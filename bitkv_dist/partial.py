@@ -1,11 +1,11 @@
 """Partial attention states and the one way to merge them.
 
-A partial is the softmax attention of a query over *one set* of tokens: running max m, sum l, un-normalised output o, fp32, base 2
-(the query was multiplied by softmax scale * log2 e). The empty set is (-inf, 0, 0). Merging is that of online softmax (Milakov
-and Gimelshein, arXiv:1805.02867; attention states of FlashInfer's cascade, Ye et al. 2024).
+A partial is the softmax attention of a query over *one set* of tokens: running max m, sum l, un-normalised output o, fp32, base
+2 (the query was multiplied by softmax scale * log2 e). The empty set is (-inf, 0, 0). Merging is that of online softmax
+(Milakov and Gimelshein, arXiv:1805.02867; attention states of FlashInfer's cascade, Ye et al. 2024).
 
-The order of merging is a function of the global granule index only: granule g belongs to lane g mod 256, a lane takes its granules
-in token order, and the 256 lanes are merged by the decimation tree node(stride, off) = merge(node(2 stride, off),
+The order of merging is a function of the global granule index only: granule g belongs to lane g mod 256, a lane takes its
+granules in token order, and the 256 lanes are merged by the decimation tree node(stride, off) = merge(node(2 stride, off),
 node(2 stride, off + stride)). Every rank computes whole nodes, so the result has the same bits for any number of ranks.
 """
 
@@ -43,11 +43,14 @@ class Partial(NamedTuple):
 
 def empty(shape: tuple[int, ...], dim: int, device: torch.device | None = None) -> Partial:
     """The partial of no tokens: m, l of `shape`, o of `shape` + [dim]."""
-    return Partial(torch.full(shape, -math.inf, device=device), torch.zeros(shape, device=device), torch.zeros(*shape, dim, device=device))
+    return Partial(
+        torch.full(shape, -math.inf, device=device), torch.zeros(shape, device=device), torch.zeros(*shape, dim, device=device)
+    )
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial of the union of two disjoint token sets. An empty side is passed over without arithmetic, even if its l, o hold NaN."""
+    """The partial of the union of two disjoint token sets. An empty side is passed over without arithmetic, even if its l, o
+    hold NaN."""
     m = torch.maximum(a.m, b.m)
     base = torch.where(torch.isneginf(m), 0.0, m)
     weight_a, weight_b = exp2(a.m - base), exp2(b.m - base)
@@ -60,7 +63,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def fill_lanes(granules: Partial, index: torch.Tensor, width: int) -> Partial:
-    """Lanes [width, ...] from partials of granules [n, ...] with ascending global indices int64 [n]; lane = index mod width, token order.
+    """Lanes [width, ...] from partials of granules [n, ...] with ascending global indices int64 [n]; lane = index mod width,
+    token order.
 
     width = a power of two <= 256. Below 256 it must exceed every index, so that no lane takes two granules.
     """
@@ -91,7 +95,8 @@ def reduce_lanes(lanes: Partial, nodes: int) -> Partial:
 
 
 def tree(granules: Partial, index: torch.Tensor, width: int, nodes: int) -> Partial:
-    """`reduce_lanes(fill_lanes(..))` by the fastest kernels for the device; every merge of the tree goes through here, on every rank."""
+    """`reduce_lanes(fill_lanes(..))` by the fastest kernels for the device; every merge of the tree goes through here, on every
+    rank."""
     if dispatch.on_cpu(granules.m.device):
         return Partial(*cpu.tree(*granules, index, width, nodes))
     return reduce_lanes(fill_lanes(granules, index, width), nodes)

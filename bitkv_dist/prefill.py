@@ -19,16 +19,22 @@ def run_layer(model: ServedModel, cache: PackedCache, layer: int, hidden: torch.
     return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache)
 
 
-def exact(model: ServedModel, cache: PackedCache, prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress) -> torch.Tensor:
+def exact(
+    model: ServedModel, cache: PackedCache, prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress
+) -> torch.Tensor:
     """Walk the layers, not the prompt: all chunks go through a layer with its exact keys, then its pages are sealed.
 
-    rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token ever
-    sees a quantised key. Memory: hidden states of this rank's chunks and the keys and values of one layer.
+    rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token
+    ever sees a quantised key. Memory: hidden states of this rank's chunks and the keys and values of one layer.
     Returns hidden [sequences, E] of the last tokens; only the rows whose last chunk is this rank's are filled.
     """
     rank = cache.shard.rank
     total = sum(map(len, prompts))
-    hidden = {part: model.embed(as_ids(prompts[part[0]][part[1] : part[1] + part[2]], model)) for parts in rounds if (part := parts[rank])}
+    hidden = {
+        part: model.embed(as_ids(prompts[part[0]][part[1] : part[1] + part[2]], model))
+        for parts in rounds
+        if (part := parts[rank])
+    }
     for index, layer in enumerate(cache.layers):
         for sequence, prompt in enumerate(prompts):
             layer.begin_prompt(sequence, len(prompt))
@@ -52,8 +58,9 @@ def exact(model: ServedModel, cache: PackedCache, prompts: list[list[int]], roun
 def packed(model: ServedModel, cache: PackedCache, prompts: list[list[int]], chunk: int, progress: Progress) -> torch.Tensor:
     """Append prompts to what the cache holds, a chunk at a time through all layers: memory does not grow with the prompt.
 
-    A chunk sees what a decode step at its first position would see exactly, and its own tokens exactly; the rest by code. Chunks end
-    at multiples of `chunk` in the whole sequence, wherever the prompt begins. Returns hidden [sequences, E] of the last tokens.
+    A chunk sees what a decode step at its first position would see exactly, and its own tokens exactly; the rest by code.
+    Chunks end at multiples of `chunk` in the whole sequence, wherever the prompt begins. Returns hidden [sequences, E] of the
+    last tokens.
     """
     last, done, total = [], 0, sum(map(len, prompts))
     for sequence, prompt in enumerate(prompts):

@@ -50,7 +50,8 @@ def kernel_report(engine: Engine) -> dict:
 
 
 def cache_report(engine: Engine) -> dict:
-    """The cache's bytes and bits over all ranks. Bits per element are means over layers and decode steps; None before a step."""
+    """The cache's bytes and bits over all ranks. Bits per element are means over layers and decode steps; None before a
+    step."""
     cache, model, mesh = engine.cache, engine.model, engine.mesh
     sequences = range(cache.sequences)
     tokens = sum(map(cache.length, sequences))
@@ -82,15 +83,17 @@ def cache_report(engine: Engine) -> dict:
 
 
 def mass_report(engine: Engine) -> dict:
-    """With rule mass, the weight that the refined tokens were to carry and did carry for the prompt's probes: means over heads and
-    sequences, and the least of them; None without a probe."""
+    """With rule mass, the weight that the refined tokens were to carry and did carry for the prompt's probes: means over heads
+    and sequences, and the least of them; None without a probe."""
     refine, mesh = engine.cache_config.refine, engine.mesh
     if refine is None or refine.rule != "mass":
         return {}
     per_rank = mesh.gather_objects(engine.cache.mass_covered() if mesh.sp_rank == 0 else [[]] * engine.model.layers)
     layers = [[share for rank in per_rank for share in rank[layer]] for layer in range(engine.model.layers)]
     measured = [ratio(sum(shares), len(shares)) for shares in layers]
-    return {"mass": {"target": refine.value, "measured": measured, "worst_head": [min(shares, default=None) for shares in layers]}}
+    return {
+        "mass": {"target": refine.value, "measured": measured, "worst_head": [min(shares, default=None) for shares in layers]}
+    }
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -30,7 +30,8 @@ class SealedStore:
             self.capacity = granules
 
     def page(self, granule: int, page: int) -> torch.Tensor:
-        """The record view [HK, record_bytes] of a page of global granule `granule`; opens the granule when it is the next one."""
+        """The record view [HK, record_bytes] of a page of global granule `granule`; opens the granule when it is the next
+        one."""
         if not self.granules or self.granules[-1] < granule:
             if len(self.granules) == self.capacity:
                 self.reserve(self.capacity + GROWTH_GRANULES)
@@ -43,7 +44,8 @@ class SealedStore:
         raise IndexError(granule)
 
     def blocks(self, most: int, before: int | None = None) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order; only granules < before."""
+        """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order; only granules <
+        before."""
         first = 0
         count = len(self.granules) if before is None else bisect_left(self.granules, before)
         for slab in self.slabs:

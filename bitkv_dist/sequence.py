@@ -24,7 +24,7 @@ class SequenceState:
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
         self.tuning = tuning
-        self.probes: dict[int, torch.Tensor] = {}  # of an exact prefill: tokens so far -> the last one's query [HK, 1, G, D], base 2
+        self.probes: dict[int, torch.Tensor] = {}  # exact prefill: tokens so far -> query [HK, 1, G, D], base 2
 
     def sealed_at(self, length: int) -> int:
         """`sealed_end` of `length` tokens. The newest one is always exact: a step seals before it has stored its own."""
@@ -41,8 +41,9 @@ class SequenceState:
                 yield granules[0] * records.shape[1] + place, records[0, place]
 
     def granules(self, most: int, end: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-        """At most `most` granules held here at a time, in token order: their records [n, pages, HK, record_bytes], which of their page
-        slots hold a page sealed before `end` (the sink's and those to come do not), bool [n, pages], and their global indices.
+        """At most `most` granules held here at a time, in token order: their records [n, pages, HK, record_bytes], which of
+        their page slots hold a page sealed before `end` (the sink's and those to come do not), bool [n, pages], and their
+        global indices.
         """
         end = self.sealed_end if end is None else end
         place = torch.arange(0, GRANULE_TOKENS, self.page_tokens, device=self.exact.device)

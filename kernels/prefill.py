@@ -28,15 +28,24 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling:
     out, lse = fused(q.flatten(0, 1).unsqueeze(0), *own, causal=True, scaling=scaling)
     if total == n:
         return out.view(q.shape)
-    # Before the chunk every query of a group sees the same keys: the group is laid out as query rows and the keys are read once.
-    before = fused(q.flatten(1, 2).unsqueeze(0), k[:, : total - n].unsqueeze(0), v[:, : total - n].unsqueeze(0), causal=False, scaling=scaling)
+    # Before the chunk every query of a group sees the same keys: the group is laid out as query rows and the keys are read
+    # once.
+    before = fused(
+        q.flatten(1, 2).unsqueeze(0),
+        k[:, : total - n].unsqueeze(0),
+        v[:, : total - n].unsqueeze(0),
+        causal=False,
+        scaling=scaling,
+    )
     out, lse, out_before, lse_before = (x.reshape(*q.shape[:3], -1).float() for x in (out, lse, *before))
     peak = torch.maximum(lse, lse_before)
     weight, weight_before = torch.exp(lse - peak), torch.exp(lse_before - peak)
     return ((out * weight + out_before * weight_before) / (weight + weight_before)).to(q.dtype)
 
 
-def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+def fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [1, H, n, D], log-sum-exp [1, H, n]) of torch's flash attention for CPU."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scaling)
 
@@ -56,4 +65,6 @@ def masked_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
     group, n = q.shape[1:3]
     keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (k, v))
     bias = causal_lower_right(n, k.shape[1])
-    return torch.nn.functional.scaled_dot_product_attention(q.flatten(0, 1).unsqueeze(0), keys, values, bias, scale=scaling).view(q.shape)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.flatten(0, 1).unsqueeze(0), keys, values, bias, scale=scaling
+    ).view(q.shape)

@@ -30,7 +30,9 @@ def answers(mesh, folder: str) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16, intermediate_size=96))
+    return str(
+        save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16, intermediate_size=96)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -262,6 +262,12 @@ def test_extreme_vectors_have_finite_scales_and_one_code(bits, scan_bits, value)
         assert found.full.tolist() == [65504, 65504] and found.code[0, 0] == (1 << bits) - 1
 
 
+def test_of_two_equal_errors_the_smaller_scale_wins():
+    """Near the end of fp16 the candidates are whole steps u = 2^-24: levels 1.5 * 2 u and 1.5 * 3 u lie as far from 3.75 u."""
+    found = reference.quantize(torch.full((1, 16), 3.75 * 2**-24), 2, 2)
+    assert found.full.item() == 2 * 2**-24 and (found.code == 3).all()
+
+
 def test_half_saturates():
     x = torch.tensor([1e9, -1e9, math.inf, 65504.0, 65519.0, 1e-9])
     assert reference.to_half(x).tolist() == [65504, -65504, 65504, 65504, 65504, 0]

@@ -158,8 +158,8 @@ def test_global_may_choose_nothing():
     ranking.add(torch.randn(1, 1, 1, 1, 512), torch.tensor([0]))
     whole = ranking.cut(ranking.best.unsqueeze(0))
     assert isinstance(whole, Whole)
-    chosen = reference.select(torch.randn(1, 1, 1, 1, 512), torch.tensor([512]), Selection(0.0, 0, False, whole=whole), torch.tensor([0]))
-    assert not chosen.any()
+    rule = Selection(0.0, 0, False, whole=whole)
+    assert not reference.select(torch.randn(1, 1, 1, 1, 512), torch.tensor([512]), rule, torch.tensor([0])).any()
 
 
 # ----------------------------------------------------------------------------------------- learning from true scores
@@ -196,11 +196,12 @@ def test_slope_is_least_squares():
     level = reference.levels(plane, "K", 0).double() * plane.scan.double().unsqueeze(-1)  # [n, pages, HK, P, D]
     kept = valid[:, :, None, None].expand(2, 4, 1, 128).reshape(2, 4, 128)
     for head in range(2):
-        z = reference.rotate(k[:, head].unflatten(1, (4, 128)), signs[head]).double() - plane.centroid[:, :, head, None].double()
+        z = reference.rotate(k[:, head].unflatten(1, (4, 128)), signs[head]) - plane.centroid[:, :, head, None].float()
         for member in range(3):
             x = (level[:, :, head] @ query.rotated[head, 0, member].double())[kept]
-            y = (z @ query.rotated[head, 0, member].double())[kept]
-            assert tuning.factor[head, 0, member].item() == pytest.approx((x @ y / (x @ x)).item(), rel=0.01)  # the query has 8 bits
+            y = (z.double() @ query.rotated[head, 0, member].double())[kept]
+            slope = (x @ y / (x @ x)).item()
+            assert tuning.factor[head, 0, member].item() == pytest.approx(slope, rel=0.01)  # the query has 8 bits
 
 
 def test_tail_weights_are_what_a_choice_leaves():
@@ -279,7 +280,8 @@ def test_probes_are_few_and_end_with_the_prompt():
 
 
 def peaked(tokens: int, heads: int = 2, group: int = 3, dim: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [1, HK G, T, D], k, v [1, HK, T, D]: keys in clusters, queries near one of their centres, so that attention has peaks."""
+    """q [1, HK G, T, D], k, v [1, HK, T, D]: keys in clusters, queries near one of their centres, so that attention has
+    peaks."""
     centres = torch.randn(heads, 12, dim)
     of_key, of_query = torch.randint(0, 12, (tokens,)), torch.randint(0, 12, (tokens,))
     k = centres[:, of_key] + torch.randn(heads, tokens, dim) * 0.7
@@ -327,7 +329,7 @@ def test_measured_mass_is_true_and_meets_the_target(granularity):
         pages = valid & (torch.arange(16).view(4, 4) * 128 < sealed)
         scanned = codec.scan(codec.prepare(query), records, pages)
         mask = reference.select(scanned, pages.sum(1) * 128, codec.choice(state.tuning, Partial(None, None, None)))
-        truth = np.exp2(query.double().numpy() @ k[0, :, None, :sealed].double().transpose(-1, -2).numpy())  # [HK, 1, G, sealed]
+        truth = np.exp2(np.einsum("hqgd,htd->hqgt", query.double(), k[0, :, :sealed].double()))
         chosen = mask.movedim(0, -2).flatten(-2)[..., :sealed].numpy()
         truth[..., :128] = 0  # the sink
         shares.append((truth * chosen).sum(-1) / truth.sum(-1))
@@ -338,23 +340,33 @@ def test_measured_mass_is_true_and_meets_the_target(granularity):
     assert codec.selection.tail.item() == pytest.approx(0.2) and state.tuning.tail.unique().numel() > 1
 
 
-def test_a_packed_prefill_learns_from_the_full_codes():
-    q, k, v = peaked(1600)
-    exact, packed = (prefilled(config_with("fitted", rule="mass", value=0.8), q, k, v, how).layers[0].states[0].tuning for how in (True, False))
-    assert len(packed.probes[TAIL]) == 2  # the first chunk sees nothing sealed, the end of the prompt is not known in advance
-    assert len(exact.probes[TAIL]) == 4
-    for name in ("factor", "offset", "covered"):
-        torch.testing.assert_close(getattr(packed, name), getattr(exact, name), rtol=0.1, atol=0.15)
+@pytest.mark.parametrize("lesson", [SLOPE, TAIL])
+def test_full_codes_stand_in_for_exact_keys(lesson):
+    q, k, _ = peaked(512)
+    codec = make_codec(config_with("fitted", rule="mass", value=0.8), HeadShape(1, 0, 2, 64, torch.float32), 0)
+    pages = k[0].unflatten(1, (4, 128)).transpose(0, 1)
+    records, valid = codec.encode(pages, pages).unsqueeze(0), torch.ones(1, 4, dtype=torch.bool)
+    query = q[0, :, -1].view(2, 1, 3, 64) * (64**-0.5 * math.log2(math.e))
+    true, proxy = (codec.measure(lesson, query, codec.tuning(), records, valid, keys).normalised() for keys in (k, None))
+    torch.testing.assert_close(proxy, true, rtol=0.1, atol=0.02)
+
+
+def test_a_packed_prefill_learns_at_every_end_of_a_granule():
+    for tokens, probes in ((512, 0), (1023, 0), (1024, 1), (1600, 2)):  # the first chunk sees nothing sealed
+        tuning = prefilled(config_with("fitted"), *peaked(tokens), exact=False).layers[0].states[0].tuning
+        assert len(tuning.probes[SLOPE]) == len(tuning.probes[TAIL]) == probes
+        assert (tuning.factor is None) == (probes == 0)
 
 
 def test_fitted_scores_are_closer_to_the_truth():
-    q, k, v = peaked(2100)
-    k = k * torch.linspace(0.2, 2, 64)  # queries that follow the keys: what the sign plane loses is not independent of them
-    q = q * torch.linspace(0.2, 2, 64)
+    q, k, v = peaked(2100)  # queries that follow the keys: what the sign plane loses is not independent of them
     prompt, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 2048), slice(2048, None)))
     lossless = decode(prefilled(CacheConfig("exact", 16, 16), *prompt), *rest)
-    errors = {score: (decode(prefilled(config_with(score), *prompt), *rest) - lossless).square().mean() for score in ("mse", "fitted")}
-    assert errors["fitted"] < 0.95 * errors["mse"]
+    errors = {}
+    for score in ("mse", "fitted"):
+        config = CacheConfig(key_bits=1, value_bits=8, score=score)
+        errors[score] = (decode(prefilled(config, *prompt), *rest) - lossless).square().mean()
+    assert errors["fitted"] < 0.7 * errors["mse"]
 
 
 def test_skipping_what_does_not_matter_changes_almost_nothing():
@@ -373,10 +385,10 @@ RULES = {
     "mass": config_with(rule="mass", value=0.9),
     "mass of heads, fitted": config_with("fitted", rule="mass", value=0.8, granularity="head"),
     "global": config_with(scope="global"),
-    "global of heads": config_with(scope="global", granularity="head"),
-    "fitted global": config_with("fitted", scope="global"),
-    "skip": config_with(skip_below=6.0),
+    "global of heads, fitted": config_with("fitted", scope="global", granularity="head"),
+    "skip": config_with(granularity="head", skip_below=1.0),
 }
+PACKED = ("mass of heads, fitted",)
 
 
 @pytest.fixture(scope="module")
@@ -384,53 +396,44 @@ def folder(tmp_path_factory) -> str:
     return str(tiny.save(tmp_path_factory.mktemp("tiny")))
 
 
-def runs(mesh, folder: str, prefill: str, names: list[str]) -> dict[str, tuple]:
-    """Everything that must not depend on the number of ranks, for each rule: token ids, all logits, factors, refined tokens, mass."""
-    torch.set_num_threads(1)
+def runs(mesh, folder: str) -> dict[str, tuple]:
+    """Everything that must not depend on the number of ranks, for each rule: token ids, all logits, factors, refined tokens,
+    mass."""
     served = model.load(folder, dtype=None, device=torch.device("cpu"))
-    prompts = [tiny.prompt(1700), tiny.prompt(900)]
     logits, head = [], served.head
     served.head = lambda hidden: logits.append(head(hidden)) or logits[-1]
     found = {}
-    for name in names:
+    for name, prefill in [*((name, "exact") for name in RULES), *((name, "packed") for name in PACKED)]:
         logits.clear()
-        engine = Engine(served, RULES[name], mesh, GenerateConfig(max_new_tokens=4, prefill=prefill, ignore_eos=True))
-        result = engine.generate(prompts)
-        tunings = [state.tuning for layer in engine.cache.layers for state in layer.states]
-        learned = [None if part is None else part.tolist() for tuning in tunings if tuning for part in (tuning.factor, tuning.offset, tuning.tail)]
+        engine = Engine(served, RULES[name], mesh, GenerateConfig(max_new_tokens=3, prefill=prefill, ignore_eos=True))
+        result = engine.generate([tiny.prompt(1300), tiny.prompt(600)])
+        tunings = [state.tuning for layer in engine.cache.layers for state in layer.states if state.tuning]
+        learned = [str((tuning.factor, tuning.offset, tuning.tail)) for tuning in tunings]
         kv = report(engine, result, None, 0.0)["kv"]
-        found[name] = result.token_ids, [step.tolist() for step in logits], learned, kv["refined_share"], kv.get("mass"), engine.cache_digest()
+        steps = [step.tolist() for step in logits]
+        found[name, prefill] = result.token_ids, steps, learned, kv["refined_share"], kv.get("mass")
     return found
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder) -> dict[str, tuple]:
-    (found,) = run_ranks(1, runs, folder, "exact", list(RULES), timeout_s=120)
-    return found
+    return run_ranks(1, runs, folder, timeout_s=120)[0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_choice_is_the_same_for_every_number_of_ranks(folder, one_rank, size):
-    for found in run_ranks(size, runs, folder, "exact", list(RULES), timeout_s=240):
-        for name, expected in one_rank.items():
-            for part, whole in zip(found[name], expected, strict=True):
-                assert part == whole, name
-
-
-def test_a_packed_prefill_is_the_same_too(folder):
-    names = ["mass of heads, fitted", "fitted global"]
-    (alone,) = run_ranks(1, runs, folder, "packed", names, timeout_s=120)
-    for found in run_ranks(2, runs, folder, "packed", names, timeout_s=120):
-        assert found == alone
+    for found in run_ranks(size, runs, folder, timeout_s=240):
+        for case, expected in one_rank.items():
+            for part, whole in zip(found[case], expected, strict=True):
+                assert part == whole, case
 
 
 def test_the_rules_differ_and_are_reported(one_rank):
-    assert len({str(found[1]) for found in one_rank.values()}) == len(RULES)
-    mass = one_rank["mass"][4]
-    assert mass["target"] == 0.9 and len(mass["measured"]) == 2
-    assert all(measured >= 0.9 - 1e-6 for measured in mass["measured"])
-    assert one_rank["global"][4] is None
-    assert one_rank["skip"][3] < 0.05 < one_rank["global"][3] * 1.1
+    assert len({str(found[1]) for found in one_rank.values()}) == len(one_rank)
+    mass = one_rank["mass", "exact"][4]
+    assert mass["target"] == 0.9 and len(mass["measured"]) == len(mass["worst_head"]) == 2
+    assert all(0.9 - 1e-6 <= measured <= 1 for measured in mass["measured"])
+    assert one_rank["global", "exact"][4] is None
 
 
 # ------------------------------------------------------------------------------------------------------ configuration

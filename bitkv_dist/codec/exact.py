@@ -1,4 +1,5 @@
-"""No compression: pages in the model's dtype, sharded and merged like every other codec. The baseline that answers as the model does."""
+"""No compression: pages in the model's dtype, sharded and merged like every other codec. The baseline that answers as the model
+does."""
 
 from __future__ import annotations
 
@@ -28,8 +29,14 @@ class DenseAttention:
     def choice(self, tuning: None, exact: Partial) -> None:
         return None
 
-    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, choice: None = None,
-               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+    def attend(
+        self,
+        query: torch.Tensor,
+        records: torch.Tensor,
+        page_valid: torch.Tensor,
+        choice: None = None,
+        granules: torch.Tensor | None = None,
+    ) -> tuple[Partial, ReadCount]:
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]

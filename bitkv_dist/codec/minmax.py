@@ -1,5 +1,6 @@
-"""Round-to-nearest between minimum and maximum, the honest baseline: keys per channel over groups of tokens, values per token over
-groups of channels (the scheme of KIVI, Liu et al., ICML 2024), an fp16 scale and an fp16 minimum per group, no rotation."""
+"""Round-to-nearest between minimum and maximum, the honest baseline: keys per channel over groups of tokens, values per token
+over groups of channels (the scheme of KIVI, Liu et al., ICML 2024), an fp16 scale and an fp16 minimum per group, no
+rotation."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class MinMaxCodec(DenseAttention):
         self.value_group = min(config.value_group_channels, dim)
         self.key_group = config.key_group_tokens
         if dim % self.value_group:
-            raise ValueError(f"cache.value_group_channels {self.value_group}: must divide the head dim {dim}; take {dim & -dim}")
+            raise ValueError(
+                f"cache.value_group_channels {self.value_group}: must divide the head dim {dim}; take {dim & -dim}"
+            )
         shapes = {"K": (self.tokens // self.key_group, dim), "V": (self.tokens, dim // self.value_group)}
         self.layout = RecordLayout(
             *((side + "codes", torch.uint8, (self.tokens, dim * self.bits[side] // 8)) for side in "KV"),
@@ -39,7 +42,14 @@ class MinMaxCodec(DenseAttention):
             scale, low = to_half((high - low) / torch.full((), top, dtype=low.dtype, device=low.device)), to_half(low)
             step = torch.where(scale == 0, 1.0, scale.float())
             code = torch.round((groups - low.float()) / step).clamp(0, top).to(torch.uint8).reshape(x.shape)
-            self.layout.write(records, **{side + "codes": pack_fields(code, self.bits[side]), side + "scale": scale.squeeze(axis), side + "low": low.squeeze(axis)})
+            self.layout.write(
+                records,
+                **{
+                    side + "codes": pack_fields(code, self.bits[side]),
+                    side + "scale": scale.squeeze(axis),
+                    side + "low": low.squeeze(axis),
+                },
+            )
         return records
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +62,8 @@ class MinMaxCodec(DenseAttention):
         return x.reshape(*records.shape[:-1], self.tokens, self.heads.head_dim)
 
     def grouped(self, x: torch.Tensor, side: str) -> tuple[torch.Tensor, int]:
-        """x [..., P, D] with the dim over which a scale is shared split off: ([..., P/g, g, D], -2) or ([..., P, D/g, g], -1)."""
+        """x [..., P, D] with the dim over which a scale is shared split off: ([..., P/g, g, D], -2) or ([..., P, D/g, g],
+        -1)."""
         if side == "K":
             return x.unflatten(-2, (-1, self.key_group)), -2
         return x.unflatten(-1, (-1, self.value_group)), -1

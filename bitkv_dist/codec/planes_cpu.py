@@ -37,8 +37,14 @@ class PlanesCodecCpu(PlanesCodec):
     def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> cpu.Query | reference.Query:
         return super().prepare(q, tuning) if self.unserved else cpu.quantize_query(q, self.signs["K"])
 
-    def attend(self, query: cpu.Query | reference.Query, records: torch.Tensor, page_valid: torch.Tensor,
-               choice: reference.Selection | None = None, granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+    def attend(
+        self,
+        query: cpu.Query | reference.Query,
+        records: torch.Tensor,
+        page_valid: torch.Tensor,
+        choice: reference.Selection | None = None,
+        granules: torch.Tensor | None = None,
+    ) -> tuple[Partial, ReadCount]:
         if self.unserved:
             return super().attend(query, records, page_valid, choice, granules)
         *part, refined = cpu.attend(self.native_layout, query, records, page_valid, self.refinement)
@@ -57,7 +63,14 @@ def unserved_rule(config: CacheConfig) -> str | None:
     rule = config.refine
     if rule.skip_below is not None:
         return "refine.skip_below"
-    return next((f"refine.{name}: {value}" for name, value in (("rule", rule.rule), ("scope", rule.scope)) if value in ("mass", "global")), None)
+    return next(
+        (
+            f"refine.{name}: {value}"
+            for name, value in (("rule", rule.rule), ("scope", rule.scope))
+            if value in ("mass", "global")
+        ),
+        None,
+    )
 
 
 def native_layout(codec: PlanesCodec) -> cpu.Layout:

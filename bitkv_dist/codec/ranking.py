@@ -1,4 +1,5 @@
-"""The choice of scope `global`: which tokens of a whole sequence carry the attention, out of what each rank knows of its own."""
+"""The choice of scope `global`: which tokens of a whole sequence carry the attention, out of what each rank knows of its
+own."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ NOTHING = torch.iinfo(torch.int64).min  # ranks below every token
 
 
 class Ranking:
-    """The keys of the best tokens seen so far: best int64 [HK, Q, R, k], k = as many as the sequence refines, R = 1 for a group, else G.
+    """The keys of the best tokens seen so far: best int64 [HK, Q, R, k], k = as many as the sequence refines, R = 1 for a
+    group, else G.
 
     mass: for a group, the partial [HK, Q, G] of each head's scanned scores over all sealed tokens.
     """
 
-    def __init__(self, rule: Selection, sealed_tokens: int, shape: tuple[int, int, int], mass: Partial | None, device: torch.device) -> None:
+    def __init__(self, rule: Selection, sealed_tokens: int, shape: tuple[int, int, int], mass: Partial | None,
+                 device: torch.device) -> None:
         self.group = rule.group
         self.log_sum_exp = None if mass is None else mass.m + torch.log2(mass.l)
         self.count = int(share_counts(torch.tensor(sealed_tokens), rule))

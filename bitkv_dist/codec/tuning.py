@@ -1,8 +1,8 @@
 """What a sequence's own queries teach a layer about its scanned scores, head by head.
 
-A probe is a prompt query whose true scores are at hand. Its statistics over all sealed tokens it sees come as the root of the merge tree,
-so they have the same bits for any number of ranks. Two lessons: the slope of true on scanned scores (score: fitted), and the true
-weight of what stays unrefined against the estimated one (score: fitted, rule: mass).
+A probe is a prompt query whose true scores are at hand. Its statistics over all sealed tokens it sees come as the root of the
+merge tree, so they have the same bits for any number of ranks. Two lessons: the slope of true on scanned scores (score:
+fitted), and the true weight of what stays unrefined against the estimated one (score: fitted, rule: mass).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ TAIL_FACTORS = tuple(2.0 ** (1 - i / 2) for i in range(17))
 
 class Tuning:
     """One sequence in one layer. factor, offset fp32 [HK, 1, G] of scanned scores and tail [HK, 1, R] of rule mass, or None:
-    not asked for, or no probe yet. covered fp32 [HK, 1, G]: the share of the true sealed weight that rule mass refined for the probes.
+    not asked for, or no probe yet. covered fp32 [HK, 1, G]: the share of the true sealed weight that rule mass refined for the
+    probes.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -52,14 +53,15 @@ class Tuning:
             self.weigh(torch.stack(self.probes[lesson]))
 
     def weigh(self, shares: torch.Tensor) -> None:
-        """shares fp32 [probes, HK, 1, G, 2 C] of the sealed weight that the C candidates leave unrefined: true, then estimated."""
+        """shares fp32 [probes, HK, 1, G, 2 C] of the sealed weight that the C candidates leave unrefined: true, then
+        estimated."""
         true, estimated = shares.unflatten(-1, (2, -1)).unbind(-2)
         left = mean(true)  # [HK, 1, G, C]
         choice = torch.zeros_like(left[..., 0], dtype=torch.int64)
         if self.target is not None:
             judged = divide(tree_sum(left, 2), left.shape[2]).unsqueeze(2) if self.group else left
-            too_much = (judged > 1 - self.target).int().cumprod(-1).sum(-1)  # candidates before the first that leaves little enough
-            first = too_much.clamp(max=len(self.tails) - 1)
+            leave_too_much = (judged > 1 - self.target).int().cumprod(-1).sum(-1)  # candidates before the first that does not
+            first = leave_too_much.clamp(max=len(self.tails) - 1)
             self.tail = torch.tensor(self.tails, device=left.device)[first]
             choice = first.expand_as(choice)
         left = left.gather(-1, choice.unsqueeze(-1)).squeeze(-1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,9 +29,9 @@ class Score:
     nll: float = 0.0
     kl: float = 0.0
     top1: int = 0
-    stored_bits: float = 0.0
-    read_bits: float | None = None
-    refined_share: float | None = None
+    stored_bits: float = 0.0  # per key or value element of a sealed page
+    read_bits: float = 0.0  # the same, of what attention read
+    refined_share: float = 0.0  # of the sealed tokens
 
     @property
     def perplexity(self) -> float:
@@ -45,9 +46,27 @@ class Score:
             self.kl += (exact_log_p.exp() * (exact_log_p - log_p)).sum(1).double().sum().item()
 
 
+    def row(self, codec: str, text: str, exact: Score) -> dict[str, Any]:
+        """The measured cell as data; `exact` is the score of the exact cache on the same tokens."""
+        return {
+            "codec": codec,
+            "text": text,
+            "tokens": self.tokens,
+            "ppl": self.perplexity,
+            "ppl_ratio": self.perplexity / exact.perplexity,
+            "kl": self.kl / self.tokens,
+            "top1": self.top1 / self.tokens,
+            "stored_bits": self.stored_bits,
+            "read_bits": self.read_bits,
+            "ratio": 16 / self.stored_bits,
+            "refined_share": self.refined_share,
+        }
+
+
 def exact_like(config: CacheConfig) -> CacheConfig:
     """The exact cache with the same pages, sink and window."""
-    return CacheConfig("exact", 16, 16, page_tokens=config.page_tokens, sink_tokens=config.sink_tokens, recent_tokens=config.recent_tokens)
+    window = {name: getattr(config, name) for name in ("page_tokens", "sink_tokens", "recent_tokens")}
+    return CacheConfig("exact", 16, 16, **window)
 
 
 def head_shape(model: ServedModel) -> HeadShape:
@@ -55,23 +74,32 @@ def head_shape(model: ServedModel) -> HeadShape:
     return HeadShape(model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group)
 
 
+def check_positions(first: int, last: int, tokens: int, model: str, max_positions: int) -> None:
+    """ValueError, with the numbers, when ids[first:last] of a text of `tokens` tokens cannot be predicted by the model."""
+    where = f"positions {first}:{last}"
+    if not 1 <= first < last:
+        raise ValueError(f"{where}: must be A:B with 1 <= A < B; a token is predicted from those before it")
+    if last > tokens:
+        raise ValueError(f"{where}: the text has {tokens} tokens; give a longer text or an end up to {tokens}")
+    if last > max_positions:
+        raise ValueError(f"{where}: {model} has {max_positions} positions; end there or before")
+
+
 @torch.inference_mode()
 def compare(model: ServedModel, caches: dict[str, CacheConfig], ids: list[int], first: int, last: int,
-            progress: Callable[[int, int], None] | None = None) -> dict[str, Score]:
-    """Scores of predicting ids[first:last], each token from all before it, for every named cache; "exact" is measured when named.
+            progress: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Score]:
+    """Scores of predicting ids[first:last], each token from all before it, for every named cache.
 
-    All caches must share the window policy. ValueError when the text has fewer than `last` tokens.
+    All caches must share the window policy. An exact one walks along in any case; exact caches that are named share it.
+    ValueError when there are no such positions.
     """
-    if not 1 <= first < last:
-        raise ValueError(f"positions {first}:{last}: must be A:B with 1 <= A < B; a token is predicted from those before it")
-    if last > len(ids):
-        raise ValueError(f"positions {first}:{last}: the text has {len(ids)} tokens; give a longer text or an end up to {len(ids)}")
-    if last > model.max_positions:
-        raise ValueError(f"positions {first}:{last}: {model.name} has {model.max_positions} positions; end there or before")
+    check_positions(first, last, len(ids), model.name, model.max_positions)
     any_config = next(iter(caches.values()))
     shape = head_shape(model)
-    held = {name: PackedCache(config, shape, 1) for name, config in ({"": exact_like(any_config)} | caches).items() if config.codec != "exact" or not name}
-    walks = {name: packed_chunks(model, cache, Step([0], count_reads=bool(name)), ids[: last - 1], any_config.page_tokens) for name, cache in held.items()}
+    configs = {"": exact_like(any_config)} | {name: config for name, config in caches.items() if config.codec != "exact"}
+    held = {name: PackedCache(config, shape, 1) for name, config in configs.items()}
+    page, tokens = any_config.page_tokens, ids[: last - 1]
+    walks = {name: packed_chunks(model, cache, Step([0], count_reads=bool(name)), tokens, page) for name, cache in held.items()}
     scores = {name: Score() for name in caches}
     targets = torch.tensor(ids, device=model.device)
     position = 0
@@ -85,17 +113,17 @@ def compare(model: ServedModel, caches: dict[str, CacheConfig], ids: list[int], 
                 log_p = log_probabilities(model, hidden[name][0, begin - position :]) if name in hidden else exact_log_p
                 score.add(log_p, exact_log_p, targets[begin + 1 : end + 1])
         position = end
-        if progress:
-            progress(position, last - 1)
+        progress(position, last - 1)
     for name, score in scores.items():
-        cache = held.get(name, held[""])
-        reads = cache.reads
-        score.stored_bits = cache.stored_bits_per_element
-        if name in held and reads.elements:
-            score.read_bits, score.refined_share = reads.bits / reads.elements, reads.refined / reads.scanned
-        elif name not in held:
-            score.read_bits, score.refined_share = cache.stored_bits_per_element, 0.0
+        account(score, held.get(name, held[""]))
     return scores
+
+
+def account(score: Score, cache: PackedCache) -> None:
+    """Fill in the bits that `cache` stores and read; one that counted no reads reads what it stores."""
+    reads, score.stored_bits = cache.reads, cache.stored_bits_per_element
+    score.read_bits = reads.bits / reads.elements if reads.elements else score.stored_bits
+    score.refined_share = reads.refined / reads.scanned if reads.scanned else 0.0
 
 
 def log_probabilities(model: ServedModel, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The one exchange of a layer's decode step: packed fp32 partials of every rank, gathered, and put in the order of the merge tree."""
+"""The one exchange of a layer's decode step: packed fp32 partials of every rank, gathered, and put in the order of the merge
+tree."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, empty, root
 
 
-def combine(nodes: list[Partial], sequences: list[int], rank: int, ranks: int, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[Partial]:
+def combine(
+    nodes: list[Partial], sequences: list[int], rank: int, ranks: int, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Partial]:
     """Merge every rank's tree nodes into the whole tree's root, for each of a step's sequences.
 
-    nodes[i]: Partial [V, ...] of sequence sequences[i], of which this rank's own residues are sent (all rows [...] have the same shape).
-    gather: fp32 [*s] -> [ranks, *s]. Returns Partials [...], the same bits on every rank and for every number of ranks.
+    nodes[i]: Partial [V, ...] of sequence sequences[i], of which this rank's own residues are sent (all rows [...] have the
+    same shape). gather: fp32 [*s] -> [ranks, *s]. Returns Partials [...], the same bits on every rank and for every number of
+    ranks.
     """
     if ranks == 1:
         return [root(node) for node in nodes]

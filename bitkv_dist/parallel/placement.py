@@ -1,7 +1,7 @@
 """Which sequence rank owns which granule, a pure function of indices: no rank count changes what is merged with what.
 
-With N ranks let V = N if N is a power of two, else min(256, the smallest power of two >= 4 N). Granule g of sequence b has residue
-g mod V, which rank (residue + b) mod N computes as one node of the merge tree (partial.py).
+With N ranks let V = N if N is a power of two, else min(256, the smallest power of two >= 4 N). Granule g of sequence b has
+residue g mod V, which rank (residue + b) mod N computes as one node of the merge tree (partial.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def residues(rank: int, sequence: int, ranks: int) -> list[int]:
 
 
 def slots(ranks: int) -> int:
-    """How many nodes a rank sends per sequence and head: the same on every rank, the shorter ones padded with empty partials."""
+    """How many nodes a rank sends per sequence and head: the same on every rank, the shorter ones padded with empty
+    partials."""
     return -(-residue_count(ranks) // ranks)
 
 
 def rounds(chunks: list[tuple[int, int]], chunks_per_granule: int, ranks: int) -> list[list[tuple[int, int]]]:
     """Groups (sequence, chunk) pairs, in the given order, into rounds in which every rank has at most one chunk.
 
-    A later chunk of a sequence never comes in an earlier round, so that a round's exchange completes all keys that its queries see.
+    A later chunk of a sequence never comes in an earlier round, so that a round's exchange completes all keys that its queries
+    see.
     """
     grouped: list[list[tuple[int, int]]] = []
     busy: set[int] = set()

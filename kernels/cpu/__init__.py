@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +49,12 @@ class Query(NamedTuple):
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None when it was not built."""
+    """The library, or None when it was not built. BITKV_CPU_LIBRARY names another build of it (`make sanitize`)."""
     files = sorted(Path(__file__).parent.glob("_bitkv_cpu*.so"))
-    if not files:
+    file = os.environ.get("BITKV_CPU_LIBRARY") or (str(files[0]) if files else None)
+    if file is None:
         return None
-    library = ctypes.CDLL(str(files[0]))
+    library = ctypes.CDLL(file)
     library.bitkv_choose.restype = ctypes.c_char_p
     library.bitkv_attend.restype = ctypes.c_int64
     return library
@@ -101,6 +103,7 @@ def attend(layout: Layout, query: Query, records: torch.Tensor, page_valid: torc
     number of refined tokens, counted once per KV head and query."""
     shape = (len(records), *query.scale.shape)
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
+    page_valid = page_valid.contiguous()
     queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
     refined = load().bitkv_attend(ctypes.byref(layout), ctypes.byref(queries), ctypes.byref(refinement), _pointer(records), *_sizes(len(records)),
                                   _pointer(page_valid), _pointer(m), _pointer(l), _pointer(o), *_sizes(torch.get_num_threads()))  # fmt: skip

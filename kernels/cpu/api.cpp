@@ -1,5 +1,6 @@
 // The C interface that kernels/cpu/__init__.py calls through ctypes: pointers and sizes only.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -11,7 +12,7 @@ using namespace bitkv;
 
 namespace {
 
-const Kernels* chosen = nullptr;
+std::atomic<const Kernels*> chosen{nullptr};
 
 bool supported(int64_t isa) {
 #ifdef BITKV_X86
@@ -31,11 +32,15 @@ const Kernels& kernels_of(int64_t isa) {
     return portable_kernels();
 }
 
+const Kernels& best() {
+    for (int64_t isa = 2; isa > 0; --isa)
+        if (supported(isa)) return kernels_of(isa);
+    return portable_kernels();
+}
+
 const Kernels& kernels() {
-    if (!chosen)
-        for (int64_t isa = 2; isa >= 0 && !chosen; --isa)
-            if (supported(isa)) chosen = &kernels_of(isa);
-    return *chosen;
+    const Kernels* found = chosen;
+    return found ? *found : best();
 }
 
 }  // namespace
@@ -44,12 +49,10 @@ extern "C" {
 
 // Chooses an instruction set: 0 portable, 1 avx2, 2 avx512, -1 the best. Returns its name, or null if this machine lacks it.
 const char* bitkv_choose(int64_t isa) {
-    chosen = nullptr;
-    if (isa >= 0) {
-        if (!supported(isa)) return nullptr;
-        chosen = &kernels_of(isa);
-    }
-    return kernels().name;
+    if (isa >= 0 && !supported(isa)) return nullptr;
+    const Kernels& found = isa >= 0 ? kernels_of(isa) : best();
+    chosen = &found;
+    return found.name;
 }
 
 // k and v fp32 [pages, HK, P, D] contiguous, signs [2][HK, D] -> records [pages, HK, record_bytes].
@@ -79,10 +82,15 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
     const Kernels& run = kernels();
     const int64_t page_stride = l->kv_heads * l->record_bytes, rows = q->count * q->group;
     std::atomic<int64_t> refined{0};
-    Pool::instance().run(granules * l->kv_heads, threads, [&](int64_t task) {
-        const int64_t granule = task / l->kv_heads, head = task % l->kv_heads;
-        const Granule view = {records + granule * l->pages * page_stride + head * l->record_bytes, page_stride, page_valid + granule * l->pages};
-        refined += run.attend(*l, *q, head, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
+    const int64_t granule_stride = l->pages * page_stride, tasks = granules * l->kv_heads;
+    auto records_of = [&](int64_t task) { return records + task / l->kv_heads * granule_stride + task % l->kv_heads * l->record_bytes; };
+    // A thread takes all heads of a granule at once where there are enough granules: what follows is then its own, and can be fetched ahead.
+    const int64_t share = granules >= 4 * threads ? l->kv_heads : 1;
+    Pool::instance().run(tasks / share, threads, [&](int64_t part) {
+        for (int64_t task = part * share; task < (part + 1) * share; ++task) {
+            const Granule view = {records_of(task), task + 1 < tasks ? records_of(task + 1) : nullptr, page_stride, page_valid + task / l->kv_heads * l->pages};
+            refined += run.attend(*l, *q, task % l->kv_heads, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
+        }
     });
     return refined;
 }
@@ -117,6 +125,15 @@ void bitkv_attend_exact(int64_t kv_heads, int64_t group, int64_t dim, const floa
 // Rotates z fp32 [HK, rows, D] back in place; signs [HK, D].
 void bitkv_rotate_back(int64_t kv_heads, int64_t rows, int64_t dim, float* z, const float* signs) {
     for (int64_t i = 0; i < kv_heads * rows; ++i) kernels().rotate_back(dim, z + i * dim, signs + i / rows * dim);
+}
+
+// Two inner pieces, for tests; see interface.hpp.
+void bitkv_plane_dot(const uint8_t* words, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
+    kernels().plane_dot(words, height, width, operands, stride, rows, out, out_stride);
+}
+
+void bitkv_select(int64_t rows, int64_t total, const float* scores, int64_t group, int64_t count, int32_t* positions) {
+    kernels().select(rows, total, scores, group != 0, count, positions);
 }
 
 }  // extern "C"

@@ -26,9 +26,10 @@ struct Refinement {
     float scan_noise, full_noise;  // 0.5 ln2 r^2 / (D a^2) of the scanned and of the full key code
 };
 
-// One granule and KV head: `records` is that of its first page, pages are `page_stride` bytes apart.
+// One granule and KV head: `records` is that of its first page, pages are `page_stride` bytes apart. `next`: where the granule and head
+// to come have theirs, or null; a hint, never read.
 struct Granule {
-    const uint8_t* records;
+    const uint8_t *records, *next;
     int64_t page_stride;
     const uint8_t* page_valid;
 };
@@ -40,8 +41,11 @@ struct PartialOut {
 
 struct Kernels {
     const char* name;
-    // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of bit 8 b + j of words[k][i] times byte b of operands[r][k]; k < height.
-    void (*plane_dot)(const uint32_t* words, int64_t height, int64_t width, const int32_t* operands, int64_t stride, int64_t rows, int32_t* out);
+    // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of bit 8 b + j of words[k][i] times operands[r][4 k + b]; k < height.
+    // Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to be aligned.
+    void (*plane_dot)(const uint8_t* words, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride);
+    // scores [rows][total] -> ascending positions of `count` tokens each: one list if group, else `rows` of them.
+    void (*select)(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions);
     void (*encode)(const Layout&, Side, const float* x, const float* signs, int64_t unbiased, uint8_t* record);
     void (*quantize_query)(int64_t dim, const float* q, const float* signs, int8_t* codes, float* scale, float* norm2, float* rotated);
     int64_t (*attend)(const Layout&, const Queries&, int64_t head, const Granule&, const Refinement&, PartialOut);  // tokens refined

@@ -18,7 +18,7 @@ inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline uint16_t float_to_half(float x) { return _cvtss_sh(x, 0); }
 #else
 inline float half_to_float(uint16_t h) {
-    const int32_t sign = (h & 0x8000) << 16, magnitude = (h & 0x7fff) << 13;
+    const int32_t sign = int32_t(uint32_t(h & 0x8000) << 16), magnitude = (h & 0x7fff) << 13;
     if ((h & 0x7c00) == 0) return float_of(bits_of(float_of(magnitude + (113 << 23)) - float_of(113 << 23)) | sign);  // subnormal
     return float_of((magnitude + ((h & 0x7c00) == 0x7c00 ? (224 << 23) : (112 << 23))) | sign);
 }
@@ -29,40 +29,50 @@ inline uint16_t float_to_half(float x) {
     return sign | ((magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13);
 }
 #endif
-inline void halves_to_floats(const uint16_t* from, int64_t n, float* to) {
+inline void halves_to_floats(const uint8_t* from, int64_t n, float* to) {  // `from` need not be aligned
     int64_t i = 0;
 #if defined(__AVX512F__)
-    for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+    for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + 2 * i))));
 #elif defined(__F16C__)
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
 #endif
-    for (; i < n; ++i) to[i] = half_to_float(from[i]);
+    for (; i < n; ++i) {
+        uint16_t half;
+        std::memcpy(&half, from + 2 * i, 2);
+        to[i] = half_to_float(half);
+    }
 }
 inline float clamp_half(float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; }
 
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to an integer, half to even
 inline int32_t round_int(float x) { return bits_of(x + ROUNDER) - bits_of(ROUNDER); }
 
-// 2^x for x <= 0 (and small positive x); 0 below -126.5. Error below 2 ulp: Taylor coefficients of 2^f on [-1/2, 1/2]. No branch, so
-// that loops over it vectorise; NaN stays NaN.
+// 2^x for x <= 0 (and small positive x); 0 below -126.5. Error below 2 ulp: the polynomial of degree 5 with the least relative error
+// on [-1/2, 1/2] that is exact at 0. No branch, so that loops over it vectorise; NaN stays NaN.
 inline float exp2_fast(float x) {
     const float y = x < -127.0f ? -127.0f : x;
     const float shifted = y + ROUNDER;
     const float f = y - (shifted - ROUNDER);
-    float p = 1.5252734e-5f;
-    p = p * f + 1.5403530e-4f;
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
+    float p = 1.3264727e-3f;
+    p = p * f + 9.6715130e-3f;
+    p = p * f + 5.5507336e-2f;
+    p = p * f + 2.4022242e-1f;
+    p = p * f + 6.9314700e-1f;
     p = p * f + 1.0f;
-    return p * float_of((bits_of(shifted) - bits_of(ROUNDER) + 127) << 23);
+    return p * float_of(int32_t((uint32_t(bits_of(shifted)) - uint32_t(bits_of(ROUNDER)) + 127u) << 23));
 }
 
 // p = 2^(x - shift)
 inline void exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
     for (int64_t i = 0; i < n; ++i) p[i] = exp2_fast(x[i] - shift);
+}
+
+// The fold of sixteen: the second half is added to the first.
+inline float fold16(const float* x) {
+    float a[8], b[4];
+    for (int i = 0; i < 8; ++i) a[i] = x[i] + x[i + 8];
+    for (int i = 0; i < 4; ++i) b[i] = a[i] + a[i + 4];
+    return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 // Sixteen interleaved running sums, then a fold: one order for every instruction set and thread count.
@@ -72,29 +82,38 @@ inline float sum16(const float* x, int64_t n) {
     for (; i + 16 <= n; i += 16)
         for (int j = 0; j < 16; ++j) lane[j] += x[i + j];
     for (int j = 0; i + j < n; ++j) lane[j] += x[i + j];
-    for (int width = 8; width; width /= 2)
-        for (int j = 0; j < width; ++j) lane[j] += lane[j + width];
-    return lane[0];
+    return fold16(lane);
 }
+
+typedef float Sixteen __attribute__((vector_size(64)));  // the compiler splits it where registers are narrower
 
 inline float max16(const float* x, int64_t n) {
     float lane[16];
     for (int j = 0; j < 16; ++j) lane[j] = -INFINITY;
+    Sixteen most, next;
+    std::memcpy(&most, lane, sizeof most);
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; ++j) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (; i + 16 <= n; i += 16) {
+        std::memcpy(&next, x + i, sizeof next);
+        most = next > most ? next : most;
+    }
+    std::memcpy(lane, &most, sizeof most);
     for (; i < n; ++i) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
-    for (int j = 1; j < 16; ++j) lane[0] = lane[j] > lane[0] ? lane[j] : lane[0];
+    for (int width = 8; width; width /= 2)
+        for (int j = 0; j < width; ++j) lane[j] = lane[j + width] > lane[j] ? lane[j + width] : lane[j];
     return lane[0];
 }
 
-// The sum of the last dim of kernels/reference.py: the second half is added to the first, zero-padded to a power of two.
+// The sum of the last dim of kernels/reference/sums.py: the second half is added to the first, zero-padded to a power of two.
 inline float fold_sum(float* x, int64_t n) {
     int64_t size = 1;
     while (size < n) size *= 2;
-    for (size /= 2; size; size /= 2) {
+    while (size > 1) {
+        if (size == 16 && n >= 16) return fold16(x);
+        size /= 2;
         const int64_t pairs = n - size < size ? n - size : size;
         for (int64_t i = 0; i < pairs; ++i) x[i] += x[i + size];
+        n = size < n ? size : n;
     }
     return x[0];
 }

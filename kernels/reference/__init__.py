@@ -27,5 +27,14 @@ from bitkv_dist.kernels.reference.layout import (
 from bitkv_dist.kernels.reference.pages import Plane, decode, encode, level_unit, levels
 from bitkv_dist.kernels.reference.rotation import dct_matrix, hadamard, rotate, rotate_back, small_matmul, split_dim
 from bitkv_dist.kernels.reference.scores import Noise, Query, centroid_scores, key_scores, quantize_query, score, score_integers
-from bitkv_dist.kernels.reference.selection import Selection, Whole, competing, largest, peak_and_mass, rank_keys, select, share_counts
+from bitkv_dist.kernels.reference.selection import (
+    Selection,
+    Whole,
+    competing,
+    largest,
+    peak_and_mass,
+    rank_keys,
+    select,
+    share_counts,
+)
 from bitkv_dist.kernels.reference.sums import divide, exp2, fold_sum, safe_divide, tree_sum

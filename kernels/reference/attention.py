@@ -19,13 +19,17 @@ def value_integers(weights: torch.Tensor, value_levels: torch.Tensor) -> torch.T
 
 
 def quantize_weights(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Non-negative fp32 [.., P] -> (integers 0..127 as fp32, scale fp32 [..] = page maximum / 127); an all-zero page gives zeros."""
+    """Non-negative fp32 [.., P] -> (integers 0..127 as fp32, scale fp32 [..] = page maximum / 127); a page of zeros gives
+    zeros."""
     peak = weights.amax(-1)
     return torch.round(127.0 * weights / torch.where(peak == 0, 1.0, peak).unsqueeze(-1)), divide(peak, 127.0)
 
 
 def value_pass(weights: torch.Tensor, value_levels: torch.Tensor, unit: float) -> torch.Tensor:
-    """sum_t w_t level_t per page with integer weights: weights fp32 [n, HK, R, pages, P], levels [n, pages, HK, P, D] -> [n, pages, HK, R, D]."""
+    """sum_t w_t level_t per page with integer weights, fp32 [n, pages, HK, R, D].
+
+    weights fp32 [n, HK, R, pages, P], value_levels [n, pages, HK, P, D].
+    """
     integers, scale = quantize_weights(weights.permute(0, 3, 1, 2, 4))
     return value_integers(integers, value_levels) * (scale * unit).unsqueeze(-1)
 
@@ -46,9 +50,9 @@ def attend(query: Query, keys: Plane, values: Plane, page_valid: torch.Tensor, k
            noise: Noise, selection: Selection | None, granules: torch.Tensor | None = None) -> Attended:
     """Attention of one sequence's queries to n granules of sealed pages: scan, select, refine, softmax, values.
 
-    keys and values: Plane with leading dims [n, pages, HK]. page_valid bool [n, pages]. key_low, value_low: bits below the scanned
-    planes. Without `selection` the scanned planes are all that is used. Selected tokens take their B-bit score and value; the
-    tail keeps its scanned ones. granules int64 [n]: global indices, for a selection among the whole sequence.
+    keys and values: Plane with leading dims [n, pages, HK]. page_valid bool [n, pages]. key_low, value_low: bits below the
+    scanned planes. Without `selection` the scanned planes are all that is used. Selected tokens take their B-bit score and
+    value; the tail keeps its scanned ones. granules int64 [n]: global indices, for a selection among the whole sequence.
     """
     pages, tokens = keys.full.shape[1], keys.full.shape[-1]
     key_scan, value_scan = keys.planes.shape[-3], values.planes.shape[-3]
@@ -81,11 +85,12 @@ def attend(query: Query, keys: Plane, values: Plane, page_valid: torch.Tensor, k
     return Attended(m, l, o, refined)
 
 
-def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partials of q fp32 [HK, Q, G, D] (base 2) over k, v fp32 [n, HK, T, D]: m, l [n, HK, Q, G], o [n, HK, Q, G, D].
 
-    valid: bool broadcastable to [n, HK, Q, G, T], or None. T = 0 gives the empty partial. Never SDPA: with one query its last bits
-    depend on the number of threads.
+    valid: bool broadcastable to [n, HK, Q, G, T], or None. T = 0 gives the empty partial. Never SDPA: with one query its last
+    bits depend on the number of threads.
     """
     shape = (k.shape[0], *q.shape[:3])
     if k.shape[-2] == 0:

@@ -29,8 +29,8 @@ class Codes(NamedTuple):
 def quantize(z: torch.Tensor, bits: int, scan_bits: int, unbiased: bool = False) -> Codes:
     """B-bit mid-rise codes of z fp32 [..., D]: z ~ full * (code - (2^B - 1) / 2), whose top bit is sign(z).
 
-    B = 1: full = |z|_1 / D, the least-squares scale. B >= 2: of 17 candidates fp16(f * max|z| / ((2^B - 1) / 2)) the one with the
-    least squared error, ties to the smaller. scan = least-squares scale of the top S planes, whose levels are -1, +1 for
+    B = 1: full = |z|_1 / D, the least-squares scale. B >= 2: of 17 candidates fp16(f * max|z| / ((2^B - 1) / 2)) the one with
+    the least squared error, ties to the smaller. scan = least-squares scale of the top S planes, whose levels are -1, +1 for
     S = 1 and code_top - (2^S - 1) / 2 otherwise. `unbiased` takes <z, z> / <z, level> for scan instead (RaBitQ, Gao and Long,
     SIGMOD 2024): right for ranking by inner product, wrong under softmax.
     """

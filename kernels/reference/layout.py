@@ -57,7 +57,8 @@ def move_last(x: torch.Tensor, order: tuple[int, int, int, int]) -> torch.Tensor
 
 
 def pack_planes(code: torch.Tensor, bits: int, scan_bits: int, side: str) -> torch.Tensor:
-    """The S scanned planes, sign plane first: code uint8 [..., P, D] -> int32 [..., S, D/4, P/8] (side K) or [..., S, P/4, D/8] (V)."""
+    """The S scanned planes, sign plane first: code uint8 [.., P, D] -> int32 [.., S, D/4, P/8] (side K) or [.., S, P/4, D/8]
+    (V)."""
     pack = pack_key_plane if side == "K" else pack_value_plane
     return torch.stack([pack((code >> shift) & 1) for shift in range(bits - 1, bits - scan_bits - 1, -1)], dim=-3)
 
@@ -72,7 +73,10 @@ def unpack_planes(planes: torch.Tensor, side: str) -> torch.Tensor:
 
 
 def pack_low(code: torch.Tensor, low_bits: int) -> torch.Tensor:
-    """The low bits, token-major: code uint8 [..., P, D] -> uint8 [..., P, low_bits * D/8], most significant plane first, bit d % 8 of byte d / 8."""
+    """The low bits, token-major: code uint8 [..., P, D] -> uint8 [..., P, low_bits * D/8].
+
+    Most significant plane first, bit d % 8 of byte d / 8.
+    """
     rows = [pack_bits(((code >> shift) & 1).unflatten(-1, (-1, 8))) for shift in range(low_bits - 1, -1, -1)]
     return torch.cat(rows, dim=-1) if rows else code.new_empty(*code.shape[:-1], 0)
 

@@ -15,8 +15,8 @@ from bitkv_dist.kernels.reference.sums import tree_sum
 class Plane(NamedTuple):
     """Keys or values of pages in stored form; leading dims are those of the pages and KV heads.
 
-    planes int32 [.., S, D/4, P/8] (keys) or [.., S, P/4, D/8] (values); low uint8 [.., P, (B - S) D/8]; scan, full fp16 [.., P];
-    centroid fp16 [.., D], in the rotated space.
+    planes int32 [.., S, D/4, P/8] (keys) or [.., S, P/4, D/8] (values); low uint8 [.., P, (B - S) D/8]; scan, full fp16
+    [.., P]; centroid fp16 [.., D], in the rotated space.
     """
 
     planes: torch.Tensor

@@ -12,7 +12,8 @@ def split_dim(dim: int) -> tuple[int, int]:
     """dim = 2^a * m -> (2^a, m) with m in {1, 3, 5, 7}; raises ValueError for head dims that have no rotation."""
     power = dim & -dim
     if dim % 8 or dim // power not in (1, 3, 5, 7):
-        raise ValueError(f"head_dim {dim}: must be a multiple of 8 of the form 2^a * m with m in 1, 3, 5, 7; serve it with --kv-bits 16")
+        rule = "must be a multiple of 8 of the form 2^a * m with m in 1, 3, 5, 7"
+        raise ValueError(f"head_dim {dim}: {rule}; serve it with --kv-bits 16")
     return power, dim // power
 
 

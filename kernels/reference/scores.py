@@ -51,8 +51,8 @@ def score(query: Query, key_levels: torch.Tensor, scales: torch.Tensor, unit: fl
           noise: float) -> torch.Tensor:
     """Base-2 scores [n, HK, Q, G, T] = q.c + a_t <q, level> + 0.5 ln2 |q'|^2 noise a_t^2.
 
-    The last term is the log-normal mean, `noise` = r^2 / (D a^2). key_levels [n, HK, T, D]; scales fp32 [n, HK, T]; centroid fp32
-    [n, pages, HK, D], T = pages * P.
+    The last term is the log-normal mean, `noise` = r^2 / (D a^2). key_levels [n, HK, T, D]; scales fp32 [n, HK, T]; centroid
+    fp32 [n, pages, HK, D], T = pages * P.
     """
     pages = centroid.shape[1]
     scales = scales[:, :, None, None, :]
@@ -70,8 +70,9 @@ def centroid_scores(query: Query, centroid: torch.Tensor) -> torch.Tensor:
 
 
 def key_scores(query: Query, keys: Plane, page_valid: torch.Tensor, low: int, noise: float) -> torch.Tensor:
-    """Scores [n, HK, Q, G, T] of sealed pages, -inf where there is none: keys with leading dims [n, pages, HK], page_valid [n, pages].
+    """Scores [n, HK, Q, G, T] of sealed pages, -inf where there is none.
 
+    keys: Plane with leading dims [n, pages, HK], of which page_valid bool [n, pages] are sealed.
     low: bits below the scanned planes to read; 0 scores the scan, with the query's factor and offset.
     """
     tokens, scan_bits = keys.full.shape[-1], keys.planes.shape[-3]

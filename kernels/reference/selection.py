@@ -14,8 +14,8 @@ WEIGHT_ONE = float(1 << 40)  # a granule's largest weight as an integer, so that
 class Whole(NamedTuple):
     """The choice among all sealed tokens of a sequence, made before a granule is attended to.
 
-    log_sum_exp fp32 [HK, Q, G] over all sealed tokens, base 2; None when heads choose alone. cut int64 [HK, Q, R]: the smallest of
-    `rank_keys` that is refined, R = 1 for a group, G for heads.
+    log_sum_exp fp32 [HK, Q, G] over all sealed tokens, base 2; None when heads choose alone. cut int64 [HK, Q, R]: the smallest
+    of `rank_keys` that is refined, R = 1 for a group, G for heads.
     """
 
     log_sum_exp: torch.Tensor | None
@@ -25,9 +25,10 @@ class Whole(NamedTuple):
 class Selection(NamedTuple):
     """How tokens are chosen for refinement; `group` = one set for all G heads.
 
-    By default inside each granule, the share `value`, at least `min_tokens`. tail fp32 [HK, 1, R]: instead of a share the fewest tokens
-    that leave no more than this part of the granule's estimated weight. floor fp32 [HK, Q, G]: a granule whose best score is below it
-    (for a group: in all its heads) refines nothing. whole: chosen among all granules, which replaces all of these.
+    By default inside each granule, the share `value`, at least `min_tokens`. tail fp32 [HK, 1, R]: instead of a share the
+    fewest tokens that leave no more than this part of the granule's estimated weight. floor fp32 [HK, Q, G]: a granule whose
+    best score is below it (for a group: in all its heads) refines nothing. whole: chosen among all granules, which replaces all
+    of these.
     """
 
     value: float
@@ -58,7 +59,7 @@ def select(scores: torch.Tensor, sealed: torch.Tensor, rule: Selection, granules
 
 
 def competing(scores: torch.Tensor, group: bool, log_sum_exp: torch.Tensor | None = None) -> torch.Tensor:
-    """What tokens compete with, fp32 [n, HK, Q, R, T]: a head's score; for a group the largest over its heads of (score - log-sum-exp).
+    """What tokens compete with, fp32 [n, HK, Q, R, T]: a head's score, or the largest (score - log-sum-exp) in a group.
 
     log_sum_exp fp32 [HK, Q, G] of each head; None = inside the granule.
     """
@@ -82,9 +83,10 @@ def share_counts(sealed: torch.Tensor, rule: Selection) -> torch.Tensor:
 
 
 def weight_counts(top: torch.Tensor, sealed: torch.Tensor, rule: Selection) -> torch.Tensor:
-    """The fewest tokens that leave at most `rule.tail` of the weight, int64 [n, HK, Q, R]; top [.., T] descending, sealed [n, 1, 1, 1].
+    """The fewest tokens that leave at most `rule.tail` of the weight, int64 [n, HK, Q, R].
 
-    Weights count as integers relative to the largest: their sums do not depend on an order.
+    top [n, HK, Q, R, T]: what tokens compete with, descending; sealed [n, 1, 1, 1]. Weights count as integers relative to the
+    largest: their sums do not depend on an order.
     """
     weights = torch.round(exp2(top - top[..., :1]) * WEIGHT_ONE).nan_to_num().long()  # NaN where nothing is sealed
     reached = weights.cumsum(-1)
@@ -114,7 +116,8 @@ def largest(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def rank_keys(ranked: torch.Tensor, granules: torch.Tensor) -> torch.Tensor:
     """int64 like ranked [n, .., T] that order as (value, then lower position in the sequence first) do: no two tokens tie.
 
-    granules int64 [n]. The upper half is the float's bits in the order of its values, the lower half counts down with the position.
+    granules int64 [n]. The upper half is the float's bits in the order of its values, the lower half counts down with the
+    position.
     """
     bits = (ranked + 0.0).view(torch.int32)  # -0 becomes 0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

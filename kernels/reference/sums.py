@@ -1,8 +1,8 @@
 """Sums in a fixed order, and the few scalar functions whose last bit must not depend on where a value stands.
 
-`tree_sum` adds adjacent pairs and belongs to the format: encoding uses it, so its bytes are the same on every machine. `fold_sum` adds
-the two halves of a row, which vectorises; it fixes an order that depends neither on the number of threads nor on how many rows are
-computed together.
+`tree_sum` adds adjacent pairs and belongs to the format: encoding uses it, so its bytes are the same on every machine.
+`fold_sum` adds the two halves of a row, which vectorises; it fixes an order that depends neither on the number of threads nor
+on how many rows are computed together.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def fold_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def exp2(x: torch.Tensor) -> torch.Tensor:
-    """2^x through `torch.exp`: torch.exp2 differs in the last bit between its vector body and its scalar tail, so that a value would
-    depend on its place in the tensor."""
+    """2^x through `torch.exp`: torch.exp2 differs in the last bit between its vector body and its scalar tail, so that a value
+    would depend on its place in the tensor."""
     return torch.exp(x * math.log(2))
 
 
