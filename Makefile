@@ -1,5 +1,6 @@
 # make demo   set up on the first call, then answer a question out of a packed cache shared by two ranks
 # make test   the test suite without its slow part; make test-slow runs that
+# make sanitize   the CPU kernels' tests on a build that checks addresses and undefined behaviour
 #
 # With an NVIDIA GPU nothing in these commands differs: PyPI's build of the pinned torch is the CUDA build, the ranks find
 # their GPUs and talk through nccl. Without one, the same pin also exists as a smaller CPU build; to take it, call
@@ -18,7 +19,7 @@ ifeq ($(HAS_GPU),)
 export DS_ACCELERATOR = cpu
 endif
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow sanitize lint clean
 
 setup: .venv/.package
 
@@ -30,6 +31,14 @@ test: setup
 
 test-slow: setup
 	$(TEST_ENV) $(BIN)/pytest -q -m slow
+
+# Python itself is not instrumented: the sanitiser must be there before it starts, and leaks are not looked for.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -g
+sanitize: setup
+	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --force --build-lib build/sanitized --build-temp build/sanitized
+	$(TEST_ENV) BITKV_CPU_LIBRARY=$$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so) \
+		LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_merge.py
 
 lint: setup
 	$(BIN)/ruff check .

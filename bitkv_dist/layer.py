@@ -15,6 +15,7 @@ import torch
 
 from bitkv_dist.calibration import Probe, chunk_probes, granule_keys, probe_ends, prompt_probes
 from bitkv_dist.codec.interface import make_codec
+from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.prefill import causal_attention
@@ -184,7 +185,7 @@ class PackedLayer:
             choice = choice._replace(whole=self.whole_sequence(sequence, prepared, query.shape[:3]))
 
         def attend(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
-            index = torch.tensor(granules, device=query.device)
+            index = torch.tensor(granules, device=query.device) if self.codec.chooses_globally else None
             part, reads = self.codec.attend(prepared, records, valid, choice, index)
             if self.cache.step.count_reads:
                 self.cache.reads.add(reads)
@@ -214,14 +215,22 @@ class PackedLayer:
         Exchanges the keys of each rank's best tokens, as many as are refined in all; for groups, each head's mass before.
         """
         state, shard = self.states[sequence], self.cache.shard
-        mass = None
+        log_sum_exp = None
         if self.codec.selection.group:
             nodes = self.nodes(state, (*heads, 0), state.sealed_end, lambda *block: self.codec.mass(query, *block[:2]))
-            mass = shard.reduce([nodes], [sequence])[0]
-        ranking = self.codec.ranking(heads, state.sealed_end - state.sink, mass)
-        for records, valid, granules in state.granules(self.granules_at_once(heads)):
-            ranking.add(self.codec.scan(query, records, valid), torch.tensor(granules, device=valid.device))
-        return ranking.cut(shard.gather(ranking.best))
+            root = shard.reduce([nodes], [sequence])[0]
+            log_sum_exp = root.m + torch.log2(root.l)
+        count = self.codec.refined_of(state.sealed_end - state.sink)
+        at_once = max(1, SCORES_AT_ONCE // max(1, heads[0] * heads[2] * count * shard.ranks))
+        cuts = []
+        for first in range(0, heads[1], at_once):
+            rows = slice(first, first + at_once)
+            some = query.at(rows)
+            ranking = Ranking(some.scale.shape, count, None if log_sum_exp is None else log_sum_exp[:, rows], some.scale.device)
+            for records, valid, granules in state.granules(self.granules_at_once(some.scale.shape)):
+                ranking.add(self.codec.scan(some, records, valid), granules)
+            cuts.append(ranking.cut(shard.gather(ranking.best)))
+        return Whole(log_sum_exp, torch.cat(cuts, dim=1))
 
     def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:
         """How many granules to score together for queries [HK, n, G] with `cost` numbers per score."""

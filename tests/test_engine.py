@@ -239,13 +239,13 @@ def test_a_sequence_answers_the_same_alone(llama):
 
 
 def ending(mesh, folder, generate: dict, stop_after: int | None = None):
-    """(token ids, finish reasons, gathers) of two prompts; on_token ends sequence 1 after `stop_after` tokens."""
+    """(token ids, finish reasons, gathers) of two prompts; on_token ends sequence 0 after `stop_after` tokens."""
     engine = start(mesh, folder, CODECS["4bit"] | SMALL, generate)
     seen = [0, 0]
 
     def on_token(sequence: int, token: int) -> bool:
         seen[sequence] += 1
-        return sequence == 1 and seen[1] == stop_after
+        return sequence == 0 and seen[0] == stop_after
 
     before = mesh.gathers
     result = engine.generate([tiny.prompt(200, 0), tiny.prompt(600, 1)], on_token)
@@ -283,10 +283,13 @@ def test_eos_can_be_ignored(llama, free):
     assert tokens == free and reasons == ["length", "length"]
 
 
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_caller_can_end_a_sequence(llama, free, size):
-    for tokens, reasons, _ in simulated.run(size, ending, llama, {"max_new_tokens": 12}, 5):
-        assert tokens == [free[0], free[1][:5]] and reasons == ["length", "stop"]
+def test_a_caller_can_end_a_sequence(llama, size, sampling):
+    """The other goes on as if nothing had happened, also where it draws from its own random stream."""
+    free = alone(ending, llama, {"max_new_tokens": 12} | sampling)[0]
+    for tokens, reasons, _ in simulated.run(size, ending, llama, {"max_new_tokens": 12} | sampling, 5):
+        assert tokens == [free[0][:5], free[1]] and reasons == ["stop", "length"]
 
 
 @pytest.mark.parametrize("size", [1, 2])

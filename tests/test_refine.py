@@ -134,18 +134,17 @@ def test_global_takes_the_best_of_the_whole_sequence(group, ranks, rounded):
     scores = torch.where(torch.arange(512) < sealed[:, None, None, None, None], scores, -math.inf)
     rule, total = Selection(0.05, 1, group), int(sealed.sum())
     m, l = reference.peak_and_mass(scores.movedim(0, -2).flatten(-2))
-    mass = Partial(m, l, m.new_empty(*m.shape, 0)) if group else None
+    log_sum_exp, count = m + torch.log2(l) if group else None, math.ceil(0.05 * total)
     rankings = []
     for rank in range(ranks):
-        ranking = Ranking(rule, total, (2, 2, 3), mass, scores.device)
+        ranking = Ranking((2, 2, 3), count, log_sum_exp, scores.device)
         for granule in range(rank, 4, ranks):
-            ranking.add(scores[granule : granule + 1], torch.tensor([granule]))
+            ranking.add(scores[granule : granule + 1], [granule])
         rankings.append(ranking)
-    whole = rankings[-1].cut(torch.stack([ranking.best for ranking in rankings]))
+    whole = Whole(log_sum_exp, rankings[-1].cut(torch.stack([ranking.best for ranking in rankings])))
     mask = reference.select(scores, sealed, rule._replace(whole=whole), torch.arange(4))
     flat = mask.movedim(0, -2).flatten(-2)  # [HK, Q, G, all T]
     ranked = reference.competing(scores, group, whole.log_sum_exp).movedim(0, -2).flatten(-2)
-    count = math.ceil(0.05 * total)
     for index in np.ndindex(ranked.shape[:-1]):
         expected = np.zeros(4 * 512, dtype=bool)
         expected[in_order(ranked[index].double().numpy())[:count]] = True
@@ -154,11 +153,9 @@ def test_global_takes_the_best_of_the_whole_sequence(group, ranks, rounded):
 
 
 def test_global_may_choose_nothing():
-    ranking = Ranking(Selection(0.0, 0, False), 512, (1, 1, 1), None, torch.device("cpu"))
-    ranking.add(torch.randn(1, 1, 1, 1, 512), torch.tensor([0]))
-    whole = ranking.cut(ranking.best.unsqueeze(0))
-    assert isinstance(whole, Whole)
-    rule = Selection(0.0, 0, False, whole=whole)
+    ranking = Ranking((1, 1, 1), 0, None, torch.device("cpu"))
+    ranking.add(torch.randn(1, 1, 1, 1, 512), [0])
+    rule = Selection(0.0, 0, False, whole=Whole(None, ranking.cut(ranking.best.unsqueeze(0))))
     assert not reference.select(torch.randn(1, 1, 1, 1, 512), torch.tensor([512]), rule, torch.tensor([0])).any()
 
 

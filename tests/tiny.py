@@ -41,3 +41,16 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Random token ids of the tiny vocabulary."""
     generator = torch.Generator().manual_seed(1000 * seed + tokens)
     return torch.randint(0, SIZES["vocab_size"], (tokens,), generator=generator).tolist()
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """A tokenizer of 256 bytes, a token each, and one special token "<e>" (256); returns the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<e>"])
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<e>").save_pretrained(folder)
+    return folder

@@ -46,7 +46,7 @@ class Codec(Protocol):
     """One layer's codec. Pages of P tokens become records of `record_bytes` bytes per KV head, a function of the page's tokens alone."""
 
     record_bytes: int
-    chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `ranking` (planes.py)
+    chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
-from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.codec.record import RecordLayout
 from bitkv_dist.codec.tuning import SLOPE, Tuning
 from bitkv_dist.config import CacheConfig
@@ -115,8 +114,9 @@ class PlanesCodec:
         m, l = reference.peak_and_mass(self.scan(query, records, page_valid))
         return Partial(m, l, m.new_empty(*m.shape, 0))
 
-    def ranking(self, heads: tuple[int, int, int], sealed_tokens: int, mass: Partial | None) -> Ranking:
-        return Ranking(self.selection, sealed_tokens, heads, mass, self.heads.device)
+    def refined_of(self, sealed_tokens: int) -> int:
+        """How many tokens of so many the rule refines."""
+        return int(reference.share_counts(torch.tensor(sealed_tokens), self.selection))
 
     def tuning(self) -> Tuning | None:
         tuning = Tuning(self.config)

@@ -62,12 +62,13 @@ class Reading:
         nodes = layer.sealed_nodes(0, self.query, self.exact_partial)
         layer.codec = self.codec
         self.sealed_partial = self.codec.finish(layer.cache.shard.reduce([nodes], [0])[0])
-        prepared, records, valid, choice, granules = zip(*overheard.calls, strict=True)
+        prepared, records, valid, choice = list(zip(*overheard.calls, strict=True))[:4]
         self.prepared, self.choice = prepared[0], choice[0]
         if self.scannable:  # kernels for other machines hold the same numbers as int8
             self.prepared = reference.Query(*(part if part is None else part.float() for part in self.prepared))
             self.unfitted = self.prepared._replace(factor=None, offset=None)
-        self.records, self.valid, self.granules = torch.cat(records), torch.cat(valid), torch.cat(granules)
+        self.records, self.valid = torch.cat(records), torch.cat(valid)
+        self.granules = torch.tensor(state.sealed.granules[: len(self.records)], device=self.valid.device)
         self.page_records = self.records[self.valid]  # [pages, HK, record_bytes]
 
     # -- what the records should be, and what they stand for

@@ -25,11 +25,58 @@ inline void tree_sum(float* x, int64_t rows) {
     }
 }
 
+// from [rows][columns] -> to [columns][rows], in blocks that stay in the cache; sizes are multiples of 8.
+template <class T>
+inline void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
+    for (int64_t row = 0; row < rows; row += 8)
+        for (int64_t column = 0; column < columns; column += 8)
+            for (int64_t i = 0; i < 8; ++i)
+                for (int64_t j = 0; j < 8; ++j) to[(column + i) * rows + row + j] = from[(row + j) * columns + column + i];
+}
+
 struct Scratch {
-    std::vector<float> z, work, level, best;
+    std::vector<float> z, work, level;
     std::vector<uint8_t> code;
-    Scratch(int64_t tokens, int64_t dim) : z(tokens * dim), work(dim * LANES), level(dim * LANES), best(dim * LANES), code(tokens * dim) {}
+    Scratch(int64_t tokens, int64_t dim) : z(tokens * dim), work(dim * LANES), level(dim * LANES), code(tokens * dim) {}
 };
+
+// cell = floor(z / scale) between low and high, the IEEE-rounded quotient as in the reference; scale 0 counts as 1. The product with the
+// reciprocal is within 2^-22 of that quotient, relatively: below 340 in size it gives the same cell unless it lies within 2^-13 of an
+// integer, and then its neighbourhood is divided. Larger ones are cut off either way.
+inline void cells(const float* z, int64_t dim, const float* scale, float low, float high, float* cell) {
+    float step[LANES], inverse_of[LANES], nearest[LANES];
+    for (int64_t t = 0; t < LANES; ++t) step[t] = scale[t] == 0.0f ? 1.0f : scale[t], inverse_of[t] = 1.0f / step[t];
+    const Sixteen zero = {}, least = zero + low, most = zero + high;
+    Sixteen inverse;
+    std::memcpy(&inverse, inverse_of, sizeof inverse);
+    for (int64_t first = 0; first < dim; first += 8) {
+        const float* x = z + first * LANES;
+        float* to = cell + first * LANES;
+        Sixteen closest = zero + 1.0f;
+        for (int64_t d = 0; d < 8; ++d) {
+            Sixteen y;
+            std::memcpy(&y, x + d * LANES, sizeof y);
+            y = y * inverse;
+            const Sixteen whole = (y + ROUNDER) - ROUNDER, above = y - whole, below = whole - y;
+            const Sixteen away = above > below ? above : below;
+            closest = away < closest ? away : closest;
+            Sixteen c = whole > y ? whole - 1.0f : whole;
+            c = c < least ? least : c;
+            c = c > most ? most : c;
+            std::memcpy(to + d * LANES, &c, sizeof c);
+        }
+        std::memcpy(nearest, &closest, sizeof closest);
+        int32_t near = 0;
+        for (int64_t t = 0; t < LANES; ++t) near |= nearest[t] < 0x1p-13f;
+        if (!near) continue;
+        for (int64_t d = 0; d < 8; ++d)
+            for (int64_t t = 0; t < LANES; ++t) {
+                float c = std::floor(x[d * LANES + t] / step[t]);
+                c = c < low ? low : c;
+                to[d * LANES + t] = c > high ? high : c;
+            }
+    }
+}
 
 // Sixteen vectors z [D][LANES] -> codes [D][LANES], and the stored scales (full, scan) as halves.
 inline void quantize(const float* z, int64_t dim, int64_t bits, int64_t scan_bits, bool unbiased, Scratch& s, uint8_t* code, uint16_t* full, uint16_t* scan) {
@@ -50,38 +97,26 @@ inline void quantize(const float* z, int64_t dim, int64_t bits, int64_t scan_bit
         for (int64_t t = 0; t < LANES; ++t) full[t] = float_to_half(clamp_half(total[t] / float(dim)));
     } else {
         const float half_range = ((1 << bits) - 1) / 2.0f, low = -float(1 << (bits - 1)), high = float((1 << (bits - 1)) - 1);
-        float best[LANES], scale[LANES], step[LANES], best_scale[LANES];
+        float best[LANES], scale[LANES], best_scale[LANES] = {};
         for (int f = 0; f < 17; ++f) {
             const float factor = float((40 + 5 * f) / 100.0);
-            for (int64_t t = 0; t < LANES; ++t) {
-                scale[t] = half_to_float(float_to_half(clamp_half(peak[t] * factor / half_range)));
-                step[t] = scale[t] == 0.0f ? 1.0f : scale[t];
-            }
+            for (int64_t t = 0; t < LANES; ++t) scale[t] = half_to_float(float_to_half(clamp_half(peak[t] * factor / half_range)));
+            cells(z, dim, scale, low, high, s.level.data());
             for (int64_t d = 0; d < dim; ++d)
                 for (int64_t t = 0; t < LANES; ++t) {
-                    const float x = z[d * LANES + t];
-                    float cell = std::floor(x / step[t]);
-                    cell = cell < low ? low : cell;
-                    cell = cell > high ? high : cell;
-                    s.level[d * LANES + t] = cell;
-                    const float error = (cell + 0.5f) * scale[t] - x;
+                    const float error = (s.level[d * LANES + t] + 0.5f) * scale[t] - z[d * LANES + t];
                     work[d * LANES + t] = error * error;
                 }
             tree_sum(work, dim);
-            int32_t better[LANES];
             for (int64_t t = 0; t < LANES; ++t) {
-                better[t] = f == 0 || work[t] < best[t];
-                best[t] = better[t] ? work[t] : best[t];
-                best_scale[t] = better[t] ? scale[t] : best_scale[t];
+                const bool better = f == 0 || work[t] < best[t];
+                best[t] = better ? work[t] : best[t];
+                best_scale[t] = better ? scale[t] : best_scale[t];
             }
-            for (int64_t d = 0; d < dim; ++d)
-                for (int64_t t = 0; t < LANES; ++t) {
-                    float& kept = s.best[d * LANES + t];
-                    kept = better[t] ? s.level[d * LANES + t] : kept;
-                }
         }
+        cells(z, dim, best_scale, low, high, s.level.data());
         for (int64_t t = 0; t < LANES; ++t) full[t] = float_to_half(best_scale[t]);
-        for (int64_t i = 0; i < dim * LANES; ++i) code[i] = uint8_t(int(s.best[i]) + (1 << (bits - 1)));
+        for (int64_t i = 0; i < dim * LANES; ++i) code[i] = uint8_t(int(s.level[i]) + (1 << (bits - 1)));
     }
     if (scan_bits == bits && !unbiased) {
         std::memcpy(scan, full, LANES * 2);
@@ -141,8 +176,7 @@ inline void encode(const Layout& l, Side side, const float* x, const float* sign
     const int64_t P = l.tokens, D = l.dim;
     Scratch s(P, D);
     float* z = s.z.data();
-    for (int64_t d = 0; d < D; ++d)
-        for (int64_t t = 0; t < P; ++t) z[d * P + t] = x[t * D + d];
+    transpose(x, P, D, z);
     rotate(D, P, z, signs);
     uint16_t* centroid = reinterpret_cast<uint16_t*>(record + l.centroid[side]);
     std::vector<float> row(P);
@@ -165,8 +199,7 @@ inline void encode(const Layout& l, Side side, const float* x, const float* sign
         if (l.scan_bits[side] < l.bits[side]) std::memcpy(record + l.full[side] + 2 * first, full, sizeof full);
     }
     std::vector<uint8_t> by_token(P * D);
-    for (int64_t d = 0; d < D; ++d)
-        for (int64_t t = 0; t < P; ++t) by_token[t * D + d] = s.code[d * P + t];
+    transpose(s.code.data(), D, P, by_token.data());
     const int64_t low_bits = l.bits[side] - l.scan_bits[side];
     for (int64_t plane = 0; plane < l.scan_bits[side]; ++plane) {
         const int64_t shift = l.bits[side] - 1 - plane;

@@ -1,0 +1,123 @@
+"""What the tasks of `evaluate` measure with: texts, caches with one window, a model, and the file of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bitkv_dist import checkpoint
+from bitkv_dist import model as models
+from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.config import CacheConfig, build
+from bitkv_dist.evaluate import perplexity
+from bitkv_dist.evaluate.ledger import Ledger
+from bitkv_dist.launch.display import Bar
+from bitkv_dist.parallel import mesh as meshes
+from bitkv_dist.text import encode_prompt, read_prompt_file
+
+
+class Bench:
+    """What a task measures with: texts, caches, and a model that is loaded when the first missing cell needs it."""
+
+    def __init__(self, asked: SimpleNamespace) -> None:
+        self.asked = asked
+        self.run = build("exact", asked.overrides)
+        self.model_config = models.check(self.run.generate.model)
+        self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._bars = {unit: Bar(self.console, unit) for unit in ("", "tokens")}
+
+    # -- caches
+
+    @property
+    def window(self) -> dict[str, int]:
+        """The window policy that all columns share."""
+        return {name: getattr(self.run.cache, name) for name in ("page_tokens", "sink_tokens", "recent_tokens", "seed")}
+
+    def columns(self) -> dict[str, CacheConfig]:
+        """The caches of --compare by name, in their order, all with the common window."""
+        window = {f"cache.{name}": value for name, value in self.window.items()}
+        found = {Path(name).stem: self.checked(build(name, window).cache) for name in self.asked.compare}
+        if len(found) < len(self.asked.compare):
+            raise ValueError(f"compare {','.join(self.asked.compare)}: two of them have the same name; rename a file")
+        return found
+
+    def cache(self) -> CacheConfig:
+        """The one cache of --config, with its own window where no flag says otherwise."""
+        return self.checked(build(self.asked.config, self.asked.overrides).cache)
+
+    def checked(self, cache: CacheConfig) -> CacheConfig:
+        cache.check_depth(self.model_config.num_hidden_layers)
+        return cache
+
+    # -- texts
+
+    def texts(self) -> dict[str, Path]:
+        """The files of --text by their names."""
+        paths = {Path(text).name: Path(text) for text in self.asked.text}
+        if len(paths) < len(self.asked.text):
+            raise ValueError(f"text {' '.join(self.asked.text)}: two files have the same name; rename one")
+        return paths
+
+    def text(self) -> Path:
+        if len(self.asked.text) > 1:
+            raise ValueError(f"text {' '.join(self.asked.text)}: task {self.asked.task} takes one text; give one")
+        return Path(self.asked.text[0])
+
+    def encode(self, path: Path) -> list[int]:
+        return encode_prompt(self.tokenizer, read_prompt_file(str(path)))
+
+    def check_positions(self, ids: list[int]) -> tuple[int, int]:
+        """--positions, which the text and the model must have."""
+        first, last = self.asked.positions
+        perplexity.check_positions(first, last, len(ids), self.run.generate.model, self.max_positions)
+        return first, last
+
+    # -- the model
+
+    @property
+    def max_positions(self) -> int:
+        return models.max_positions_of(self.model_config)
+
+    @property
+    def shape(self) -> HeadShape:
+        config = self.model_config
+        return HeadShape(config.num_hidden_layers, 0, config.num_key_value_heads, models.head_dim_of(config), torch.float32)
+
+    @cached_property
+    def mesh(self) -> meshes.Mesh:
+        return meshes.start(self.run.parallel)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        place = checkpoint.localise(self.run.generate.model, self._bars[""])
+        return checkpoint.read_tokenizer(place)
+
+    @cached_property
+    def model(self) -> models.ServedModel:
+        dtype = getattr(torch, self.run.generate.dtype) if self.run.generate.dtype else None
+        return models.load(self.run.generate.model, dtype=dtype, device=self.mesh.world.device, progress=self._bars[""])
+
+    # -- results
+
+    def ledger(self, key: tuple[str, ...], texts: Iterable[Path], caches: dict[str, CacheConfig], **settings: Any) -> Ledger:
+        """The file of --json, or rows in memory."""
+        generate = self.run.generate
+        settings |= {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "window": self.window}
+        settings |= {f"codec {name}": asdict(cache) for name, cache in caches.items()}
+        settings |= {f"text {path.name}": blake2b(read_prompt_file(str(path)).encode(), digest_size=8).hexdigest() for path in texts}
+        return Ledger(self.asked.json, key, settings)
+
+    def progress(self, what: str, unit: str = "tokens") -> Callable[[float, int], None]:
+        return lambda done, total: self._bars[unit](what, done, total)
+
+    def stop_bars(self) -> None:
+        for bar in self._bars.values():
+            bar.stop()

@@ -1,0 +1,114 @@
+"""What the C++ kernels do with partials: the merge tree, the end of a decode step; and that threads change nothing."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
+
+from bitkv_dist import partial
+from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.partial import Partial
+
+pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.reason())
+
+
+def granules(count: int, dim: int = 24) -> Partial:
+    """Random partials [count, 2, 3] of granules, every seventh row empty with NaN in it."""
+    m, l, o = 8 * torch.randn(count, 2, 3), torch.rand(count, 2, 3) + 0.5, torch.randn(count, 2, 3, dim)
+    hole = torch.arange(m.numel()).view_as(m) % 7 == 3
+    return Partial(m.masked_fill(hole, -math.inf), l.masked_fill(hole, math.nan), o.masked_fill(hole.unsqueeze(-1), math.nan))
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 256, 257, 700])
+def test_tree_is_that_of_the_partials(count):
+    torch.manual_seed(count)
+    found, index = granules(count), torch.arange(count)
+    for nodes in (1, 4, 256):
+        width = partial.lane_width(count, nodes)
+        mine = Partial(*cpu.tree(*found, index, width, nodes))
+        wanted = partial.reduce_lanes(partial.fill_lanes(found, index, width), nodes)
+        empty = torch.isneginf(wanted.m)  # whose l and o the reference leaves as they are when nothing is merged
+        wanted = Partial(wanted.m, wanted.l.masked_fill(empty, 0.0), wanted.o.masked_fill(empty.unsqueeze(-1), 0.0))
+        assert torch.equal(mine.m, wanted.m)
+        torch.testing.assert_close(mine.l, wanted.l, rtol=2e-6, atol=0)
+        torch.testing.assert_close(mine.o, wanted.o, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 12])
+def test_tree_has_the_same_bits_for_any_number_of_ranks(ranks):
+    nodes = ranks if ranks & (ranks - 1) == 0 else min(256, 1 << (4 * ranks - 1).bit_length())
+    for count in (1, 5, 300):
+        torch.manual_seed(count)
+        found, index = granules(count), torch.arange(count)
+        wanted = cpu.tree(*found, index, 256, 1)
+        sent = partial.empty((nodes, 2, 3), 24)
+        for rank in range(ranks):  # residue u belongs to rank u mod ranks
+            own = index[(index % nodes) % ranks == rank]
+            mine = Partial(*cpu.tree(*found.rows(own), own, 256, nodes))
+            for u in range(rank, nodes, ranks):
+                for whole, part in zip(sent, mine, strict=True):
+                    whole[u] = part[u]
+        assert equal(cpu.tree(*sent, torch.arange(nodes), nodes, 1), wanted), count
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128])
+def test_rotate_back_gives_the_bits_of_the_reference(dim):
+    torch.manual_seed(dim)
+    z = torch.randn(KV_HEADS, 3, 5, dim)
+    assert torch.equal(cpu.rotate_back(z, signs("V", dim)), reference.rotate_back(z, signs("V", dim)[:, None, None, :]))
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_attend_exact_agrees_with_the_reference(dim):
+    """Windows of any length and dtype, views into a longer one, one that is not contiguous."""
+    torch.manual_seed(dim)
+    q, window = queries(dim, 1, 3) / 3, torch.randn(2, KV_HEADS, 140, dim)
+    for count in (0, 1, 31, 129, 140):
+        for rows in (
+            window[:, :, :count],
+            window[:, :, 140 - count :].bfloat16(),
+            window.flip(2).transpose(-1, -2).contiguous().transpose(-1, -2)[:, :, :count],
+        ):
+            found = cpu.attend_exact(q, rows)
+            m, l, o = (part[0] for part in reference.attend_dense(q, rows[:1].float(), rows[1:].float(), None))
+            torch.testing.assert_close(found[0], m, atol=1e-5, rtol=0)
+            torch.testing.assert_close(found[1], l, atol=0, rtol=1e-5)
+            torch.testing.assert_close(found[2], o, atol=1e-5, rtol=1e-5)
+
+
+def step(threads: int) -> list[torch.Tensor]:
+    """One call of each threaded kernel."""
+    torch.set_num_threads(threads)
+    pages = Pages(80, 64, (4, 1), (2, 1))
+    generator = torch.Generator().manual_seed(3)
+    k, v = torch.randn(2, 40, KV_HEADS, 64, 80, generator=generator)
+    records = cpu.encode(pages.layout, k, v, signs("K", 80), signs("V", 80), False).unflatten(0, (5, 8))
+    q = torch.randn(KV_HEADS, 1, 3, 80, generator=generator)
+    query, refinement = cpu.quantize_query(q, signs("K", 80)), cpu.Refinement(1, 1, 1, 0.05, *pages.noise())
+    m, l, o, refined = cpu.attend(pages.layout, query, records, torch.ones(5, 8, dtype=torch.bool), refinement)
+    return [records, m, l, o, torch.tensor(refined), *cpu.attend_exact(q, torch.stack((k[0], v[0])))]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(threads):
+    wanted = step(1)
+    for count in (2, 3, 2, 1):
+        assert equal(step(count), wanted), count
+
+
+def test_calls_from_several_threads_at_once(threads):
+    wanted = step(1)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(equal(found, wanted) for found in pool.map(step, [2, 1, 3, 2] * 8))
