@@ -1,7 +1,8 @@
-"""What all ranks must have in common before they share a cache: configuration, model, and the rotation of every layer.
+"""What all ranks must have in common before they share a cache: configuration, model, rotations, and the kernels.
 
-One wrong sign word makes a rank seal pages that decode to noise without any error, so every run compares digests at its
-start, and `diagnose` shows the comparison.
+Kernels of different instruction sets give the same bytes and integers, but the last bits of a softmax may differ. One wrong
+sign word makes a rank seal pages that decode to noise without any error, so every run compares digests at its start, and
+`diagnose` shows the comparison.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bitkv_dist.config import CacheConfig
-from bitkv_dist.parallel.digest import as_int64, config_digest, layer_digests, odd_ones, whole
+from bitkv_dist.kernels import dispatch
+from bitkv_dist.parallel.digest import as_int64, config_digest, digest64, layer_digests, odd_ones, whole
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.rotation import sign_words
 
@@ -27,7 +29,7 @@ class Mismatch:
     rank: int
     layer: int
     digest: str
-    cause: str  # configuration | model | rotation words
+    cause: str  # configuration | model | kernels | rotation words
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,16 @@ def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_lay
 
     digests = layer_digests(cache, model.fingerprint, words, model.layers)
     rotation = whole(digests)
-    if mesh.all_equal(as_int64(np.array([rotation], dtype=np.uint64))):
+    backend, _ = dispatch.backend(model.device)
+    kernels = digest64(backend.encode())
+    if mesh.all_equal(as_int64(np.array([rotation, kernels], dtype=np.uint64))):
         return Agreement(f"{rotation:016x}", [])
-    inputs = {"configuration": config_digest(cache), "model": model.fingerprint}
+    inputs = {"configuration": config_digest(cache), "model": model.fingerprint, "kernels": kernels}
     everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs))
     causes = odd_ones([theirs for _, theirs in everyone])
     mismatches = []
-    for rank, layer in odd_ones([theirs for theirs, _ in everyone]):
+    odd = odd_ones([theirs for theirs, _ in everyone]) or [(rank, 0) for rank, _ in causes]
+    for rank, layer in odd:
         cause = " and ".join(what for odd_rank, what in causes if odd_rank == rank) or "rotation words"
         mismatches.append(Mismatch(rank, layer, f"{everyone[rank][0][layer]:016x}", cause))
     return Agreement(f"{rotation:016x}", mismatches)

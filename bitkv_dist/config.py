@@ -129,7 +129,10 @@ class CacheConfig:
                 raise ValueError(f"cache.layers {layer_ranges(entry.layers)}: {error}") from None
 
     def for_layer(self, index: int) -> CacheConfig:
-        """How one layer is kept: its entry in `layers` over the common fields. A scan deeper than what the layer stores reads all of it."""
+        """How one layer is kept: its entry in `layers` over the common fields.
+
+        Where it stores fewer planes than the common scan reads, all of them are scanned.
+        """
         entry = next((entry for entry in self.layers if index in entry.layers), None)
         if entry is None:
             return replace(self, layers=())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -71,6 +70,9 @@ class Bench:
             raise ValueError(f"text {' '.join(self.asked.text)}: task {self.asked.task} takes one text; give one")
         return Path(self.asked.text[0])
 
+    def digest(self, path: Path) -> str:
+        return blake2b(read_prompt_file(str(path)).encode(), digest_size=8).hexdigest()
+
     def encode(self, path: Path) -> list[int]:
         return encode_prompt(self.tokenizer, read_prompt_file(str(path)))
 
@@ -107,13 +109,11 @@ class Bench:
 
     # -- results
 
-    def ledger(self, key: tuple[str, ...], texts: Iterable[Path], caches: dict[str, CacheConfig], **settings: Any) -> Ledger:
-        """The file of --json, or rows in memory."""
+    def ledger(self, key: tuple[str, ...], settings: dict[str, Any]) -> Ledger:
+        """The file of --json, or rows in memory. settings: what decides about the numbers, beside model and window."""
         generate = self.run.generate
-        settings |= {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "window": self.window}
-        settings |= {f"codec {name}": asdict(cache) for name, cache in caches.items()}
-        settings |= {f"text {path.name}": blake2b(read_prompt_file(str(path)).encode(), digest_size=8).hexdigest() for path in texts}
-        return Ledger(self.asked.json, key, settings)
+        common = {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "window": self.window}
+        return Ledger(self.asked.json, key, common | settings)
 
     def progress(self, what: str, unit: str = "tokens") -> Callable[[float, int], None]:
         return lambda done, total: self._bars[unit](what, done, total)

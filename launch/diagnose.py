@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     from bitkv_dist import model as models
     from bitkv_dist.parallel.mesh import start
 
-    models.check(run.generate.model, run.parallel.tp)
+    run.cache.check_depth(models.check(run.generate.model, run.parallel.tp).num_hidden_layers)
     mesh = start(run.parallel)
     place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
     dtype = getattr(torch, run.generate.dtype) if run.generate.dtype else None

@@ -1,4 +1,4 @@
-"""Compare KV codecs honestly: perplexity, retrieval, drift of every head, and sensitivity of every layer, against the exact cache.
+"""Compare KV codecs honestly with the exact cache: perplexity, retrieval, drift of every head, sensitivity of every layer.
 
 bitkv evaluate --task ppl --text book.txt code.py --positions 1024:4096 --compare exact,minmax2,2bit,tiered4 --json results.json
 """
@@ -25,7 +25,14 @@ TASKS = {
         "trials": 1,
     },
     "drift": {"config": flags.DEFAULT_PRESET, "context": None},
-    "sensitivity": {"config": "1bit", "positions": (512, 1024), "by": "layer", "raise_bits": None, "budget_bits": None, "output": None},
+    "sensitivity": {
+        "config": "1bit",
+        "positions": (512, 1024),
+        "by": "layer",
+        "raise_bits": None,
+        "budget_bits": None,
+        "output": None,
+    },
 }
 _FIELDS = (
     ("--model", "generate.model", "smollm2-135m, a directory, a .gguf file or a hub id"),
@@ -45,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     from bitkv_dist.parallel.world import discover
 
     if (size := discover(os.environ).size) > 1:
-        raise ValueError(f"evaluate: runs in one process, and {size} were started; start it with plain python or bitkv evaluate")
+        raise ValueError(f"world size {size}: evaluate runs in one process; start it without a launcher")
 
     from bitkv_dist.launch import tasks
 
@@ -66,21 +73,23 @@ def _options(given: argparse.Namespace) -> SimpleNamespace:
     for name in special:
         if name not in defaults:
             readers = ", ".join(task for task, reads in TASKS.items() if name in reads)
-            raise ValueError(f"--{name.replace('_', '-')}: task {given.task} does not read it; leave it out or use --task {readers}")
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag}: task {given.task} does not read it; leave it out or use --task {readers}")
     return SimpleNamespace(**common, overrides=overrides, **(defaults | special))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = shell.Parser(NAME, __doc__.partition("\n")[0])
     parser.add_argument("--task", choices=TASKS, required=True, help="what to measure")
-    parser.add_argument("--text", nargs="+", action="extend", required=True, metavar="FILE", help="texts, UTF-8; ppl takes several")
-    parser.add_argument("--json", type=shell.output_file, metavar="FILE", help="results; cells that it holds already are not run again")
+    texts = {"nargs": "+", "action": "extend", "required": True, "metavar": "FILE"}
+    parser.add_argument("--text", **texts, help="UTF-8; ppl takes several")
+    parser.add_argument("--json", type=shell.output_file, metavar="FILE", help="results; what it holds is not run again")
     flags.add_field_flags(parser.add_argument_group("model and window, the same for all columns"), _FIELDS)
     group = parser.add_argument_group("tasks")
     _add(group, "--compare", _names, "NAMES", f"ppl, retrieval: presets or YAML files, comma-separated ({COLUMNS})")
     _add(group, "--config", str, "NAME", "drift, sensitivity: preset or YAML file (4bit; 1bit)")
     _add(group, "--positions", _positions, "A:B", "ppl, sensitivity: tokens to predict (512:1536; 512:1024)")
-    _add(group, "--context", _list_of(int), "N,..", "retrieval: tokens of a prompt (2048); drift: tokens of the text (2048 at most)")
+    _add(group, "--context", _list_of(int), "N,..", "retrieval: tokens of a prompt (2048); drift: of the text (2048)")
     _add(group, "--depths", _list_of(float), "X,..", "retrieval: where the fact stands, 0 to 1 (0.1,0.3,0.5,0.7,0.9)")
     _add(group, "--kinds", _names, "NAMES", "retrieval: passkey, multikey, keyvalue (all)")
     _add(group, "--trials", int, "N", "retrieval: prompts per cell (1)")

@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     transformers.logging.set_verbosity_error()
     model_config = models.check(config.generate.model, config.parallel.tp)
+    config.cache.check_depth(model_config.num_hidden_layers)
     mesh = meshes.start(config.parallel)
     run = _Run(asked, config, mesh, models.max_positions_of(model_config))
     try:

@@ -78,17 +78,19 @@ def drift_summary(rows: list[Row]) -> str:
     """Verdicts, and the mass that refinement covers in the mean and in the worst head."""
     verdicts = Counter(row["verdict"] for row in rows)
     said = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("ok", "noisy", "off"))
-    said = f"heads: {said} (noisy: as its codec predicts; off: a fault). Scores, noise and KL in nats, means over the heads of a layer; largest bias."
+    said = f"heads: {said} (noisy: as its codec predicts; off: a fault). Nats; means over a layer's heads, its largest bias."
     if rows[0]["refined_mass"] is not None:
         worst = min(rows, key=lambda row: row["refined_mass"])
-        said += f" Refined tokens carry {mean(rows, 'refined_mass'):.3f} of the sealed mass, {worst['refined_mass']:.3f} in layer {worst['layer']} head {worst['head']}."
+        where = f"{worst['refined_mass']:.3f} in the worst head (layer {worst['layer']}, head {worst['head']})"
+        said += f"\nRefined tokens carry {mean(rows, 'refined_mass'):.3f} of the sealed mass, {where}."
     return said
 
 
 def show_sensitivity(gains: dict[Raise, float], chosen: list[Raise], whole: list[Row]) -> None:
     """Raises by what each alone takes off the KL; `whole`: the cache before, and with the schedule if there is one."""
     labels = ("before", "with the schedule")
-    caption = "; ".join(f"{label}: KL {row['kl']:.4f}, {row['stored_bits']:.3f} bits stored" for label, row in zip(labels, whole, strict=False))
+    said = [f"KL {row['kl']:.4f}, {row['stored_bits']:.3f} bits stored" for row in whole]
+    caption = "; ".join(f"{label}: {numbers}" for label, numbers in zip(labels, said, strict=False))
     table = Table(title="what more bits for one layer bring", caption=caption)
     for heading in ("layer", "raised", "to bits", "KL drop", "in the schedule"):
         table.add_column(heading, justify="right")
@@ -112,20 +114,21 @@ def show(table: Table) -> None:
 
 
 def plot_ppl(rows: list[Row], path: Path) -> None:
-    """Perplexity relative to exact against bits read, one line per text."""
+    """Perplexity relative to exact against bits read, a colour per text."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="bits read per key or value element", ylabel="perplexity relative to exact")
     for text in dict.fromkeys(row["text"] for row in rows):
-        cells = sorted((row for row in rows if row["text"] == text and row["codec"] != "exact"), key=lambda row: row["read_bits"])
+        cells = [row for row in rows if row["text"] == text and row["codec"] != "exact"]
         axes.plot([row["read_bits"] for row in cells], [row["ppl_ratio"] for row in cells], "o", label=text)
     lowest: dict[str, Row] = {}
     for row in rows:
         if row["codec"] != "exact" and row["ppl_ratio"] <= lowest.get(row["codec"], row)["ppl_ratio"]:
             lowest[row["codec"]] = row
     for codec, row in lowest.items():
-        axes.annotate(codec, (row["read_bits"], row["ppl_ratio"]), (0, -12), textcoords="offset points", ha="center", fontsize=8)
+        place = row["read_bits"], row["ppl_ratio"]
+        axes.annotate(codec, place, (0, -12), textcoords="offset points", ha="center", fontsize=8)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.grid(alpha=0.3)
     axes.legend()

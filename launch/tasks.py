@@ -26,15 +26,17 @@ SIDES = {"layer": ("KV",), "side": ("K", "V")}
 def ppl(bench: Bench) -> None:
     """A cell is a column on a text; the columns that a text misses walk it together with the exact one."""
     caches, texts = bench.columns(), bench.texts()
-    ledger = bench.ledger(("codec", "text"), texts.values(), caches, positions=list(bench.asked.positions))
+    columns = {f"codec {name}": asdict(cache) for name, cache in caches.items()}
+    digests = {f"text {name}": bench.digest(path) for name, path in texts.items()}
+    ledger = bench.ledger(("codec", "text"), columns | digests | {"positions": bench.asked.positions})
     missing = {text: [name for name in caches if ledger.find(name, text) is None] for text in texts}
     ids = {text: bench.encode(texts[text]) for text in texts if missing[text]}
     for text in ids:
         bench.check_positions(ids[text])
     for text in ids:
-        columns = {EXACT: perplexity.exact_like(bench.run.cache)} | {name: caches[name] for name in missing[text]}
+        walking = {EXACT: perplexity.exact_like(bench.run.cache)} | {name: caches[name] for name in missing[text]}
         progress = bench.progress(f"{text}: {len(missing[text])} columns")
-        scores = perplexity.compare(bench.model, columns, ids[text], *bench.asked.positions, progress)
+        scores = perplexity.compare(bench.model, walking, ids[text], *bench.asked.positions, progress)
         ledger.add(scores[name].row(name, text, scores[EXACT]) for name in missing[text])
     rows = [ledger.find(name, text) for text in texts for name in caches]
     tables.show_ppl(rows, bench.asked.positions, bench.run.cache)
@@ -45,7 +47,9 @@ def ppl(bench: Bench) -> None:
 def retrieval(bench: Bench) -> None:
     """A cell is a column, a context, a depth and a kind of question; each of its prompts is read once."""
     asked, caches, path = bench.asked, bench.columns(), bench.text()
-    ledger = bench.ledger(("codec", "context", "depth", "task"), [path], caches, trials=asked.trials)
+    columns = {f"codec {name}": asdict(cache) for name, cache in caches.items()}
+    settings = columns | {"text": bench.digest(path), "trials": asked.trials}
+    ledger = bench.ledger(("codec", "context", "depth", "task"), settings)
     check_riddles(bench)
     cells = list(itertools.product(caches, asked.context, asked.depths, asked.kinds))
     missing = [cell for cell in cells if ledger.find(*cell) is None]
@@ -76,7 +80,7 @@ def check_riddles(bench: Bench) -> None:
     for context in asked.context:
         if context + riddles.ANSWER.max_new_tokens > bench.max_positions:
             most = bench.max_positions - riddles.ANSWER.max_new_tokens
-            raise ValueError(f"context {context}: {bench.run.generate.model} has room for {most} tokens and the answer; give at most {most}")
+            raise ValueError(f"context {context}: the model has {bench.max_positions} positions; give at most {most}")
 
 
 def drift(bench: Bench) -> None:
@@ -87,9 +91,10 @@ def drift(bench: Bench) -> None:
     most = min(len(ids), bench.max_positions)
     if tokens > most or len(wanted or [0]) > 1:
         given = ",".join(map(str, wanted))
-        raise ValueError(f"context {given}: must be one number up to {most}, which text ({len(ids)}) and model ({bench.max_positions}) have")
+        limits = f"the text has {len(ids)} tokens, the model {bench.max_positions} positions"
+        raise ValueError(f"context {given}: must be one number up to {most}; {limits}")
     name = Path(bench.asked.config).stem
-    ledger = bench.ledger(("layer", "head"), [path], {name: cache}, context=tokens)
+    ledger = bench.ledger(("layer", "head"), {"cache": asdict(cache), "text": bench.digest(path), "context": tokens})
     if not ledger.rows:
         found = drifts.drift(bench.model, cache, ids[:tokens], progress=bench.progress(f"drift of {name}"))
         ledger.add(asdict(head) for head in found)
@@ -106,7 +111,8 @@ def sensitivity(bench: Bench) -> None:
     steps = raising.raises(config, bench.shape.layers, SIDES[asked.by], asked.raise_bits)
     if asked.budget_bits is not None:
         raising.check_budget(config, bench.shape, asked.budget_bits)
-    ledger = bench.ledger(("step",), [path], {asked.config: config}, positions=list(asked.positions))
+    settings = {"cache": asdict(config), "text": bench.digest(path), "positions": asked.positions}
+    ledger = bench.ledger(("step",), settings)
 
     measure(bench, ledger, path, {"base": config} | {str(step): raising.raised(config, [step]) for step in steps})
     base = ledger.find("base")
@@ -115,12 +121,14 @@ def sensitivity(bench: Bench) -> None:
         tables.show_sensitivity(gains, [], [base])
         return
     chosen = raising.spend(config, bench.shape, gains, asked.budget_bits)
-    schedule, name = raising.raised(config, chosen), f"schedule of {len(chosen)} raises, {asked.budget_bits:g} bits, {asked.by}"
+    schedule = raising.raised(config, chosen)
+    name = f"schedule {raising.described(schedule)}"
     measure(bench, ledger, path, {name: schedule})
     found, where = ledger.find(name), "positions {}:{}".format(*asked.positions)
+    cost, before = (f"KL {row['kl']:.4f} to exact at {row['stored_bits']:.3f} bits stored per element" for row in (found, base))
     comments = (
         f"From {asked.config} by bitkv evaluate --task sensitivity: {bench.run.generate.model}, {path.name}, {where}.",
-        f"KL to exact: {found['kl']:.4f} with {found['stored_bits']:.3f} bits stored per element; before, {base['kl']:.4f} with {base['stored_bits']:.3f}.",
+        f"{cost}; before: {before}.",
     )
     asked.output.write_text(raising.as_yaml(schedule, comments), encoding="utf-8")
     tables.show_sensitivity(gains, chosen, [base, found])
@@ -135,4 +143,5 @@ def measure(bench: Bench, ledger: Ledger, path: Path, columns: dict[str, CacheCo
         where = bench.check_positions(ids)
         progress = bench.progress(f"columns {first + 1} to {first + len(names)} of {len(missing)}")
         scores = perplexity.compare(bench.model, {name: columns[name] for name in names}, ids, *where, progress)
-        ledger.add({"step": name, "kl": score.kl / score.tokens, "stored_bits": score.stored_bits} for name, score in scores.items())
+        found = ((name, score.kl / score.tokens, score.stored_bits) for name, score in scores.items())
+        ledger.add(dict(zip(("step", "kl", "stored_bits"), numbers, strict=True)) for numbers in found)

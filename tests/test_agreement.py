@@ -1,22 +1,27 @@
 """Ranks that differ in configuration, model or rotation are told apart, by real ranks."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import torch
 from ranks import run_ranks
 
 LAYERS = 3
 
 
 def disagreements(mesh):
-    """What each of three ranks concludes: all equal; rank 2 with another seed; rank 1 with another model; one flipped word."""
+    """What each of three ranks concludes: all equal; other seed, kernels on rank 2; model on rank 1; a flipped word."""
     from bitkv_dist.agreement import compare, require
     from bitkv_dist.config import CacheConfig
+    from bitkv_dist.kernels import dispatch
 
     rank = mesh.world.rank
-    model = SimpleNamespace(fingerprint=2**64 - 1, layers=LAYERS, kv_heads=2, head_dim=80)
+    model = SimpleNamespace(fingerprint=2**64 - 1, layers=LAYERS, kv_heads=2, head_dim=80, device=torch.device("cpu"))
     digest = require(mesh, model, CacheConfig())
     seed = compare(mesh, model, CacheConfig(seed=int(rank == 2)))
     flip = compare(mesh, model, CacheConfig(), flip_word_of_layer=1 if rank == 0 else None)
+    with dispatch.forced("reference") if rank == 2 else nullcontext():
+        kernels = compare(mesh, model, CacheConfig())
     model.fingerprint -= rank == 1
     other = compare(mesh, model, CacheConfig())
     refusal = ""
@@ -24,7 +29,7 @@ def disagreements(mesh):
         require(mesh, model, CacheConfig())
     except RuntimeError as error:
         refusal = str(error)
-    found = {"seed": seed.mismatches, "flip": flip.mismatches, "model": other.mismatches}
+    found = {"seed": seed.mismatches, "flip": flip.mismatches, "model": other.mismatches, "kernels": kernels.mismatches}
     return digest, {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()}, refusal
 
 
@@ -39,6 +44,7 @@ def test_who_differs_where_and_why():
         == {
             "seed": [(2, layer, "configuration") for layer in range(LAYERS)],
             "flip": [(0, 1, "rotation words")],
+            "kernels": [(2, 0, "kernels")],
             "model": [(1, layer, "model") for layer in range(LAYERS)],
         }
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import CacheConfig, RefineConfig
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel import placement
 from bitkv_dist.parallel.exchange import combine
 
@@ -26,12 +27,23 @@ CODECS = {
     "exact": {"codec": "exact", "key_bits": 16, "value_bits": 16},
 }
 SMALL = {"page_tokens": 64, "sink_tokens": 0, "recent_tokens": 32}
+KERNELS = pytest.mark.parametrize("kernels", ["reference", "compiled"], indirect=True)
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS)
 
 
 def make(codec="4bit", layers=1, sequences=1, shard=None, audit=False, dtype=torch.float32, **fields) -> PackedCache:
     heads = HeadShape(layers, 0, KV_HEADS, DIM, dtype, group=GROUP)
     return PackedCache(CacheConfig(**CODECS[codec] | SMALL | fields), heads, sequences, shard, audit)
+
+
+@pytest.fixture
+def kernels(request):
+    """Plain torch, or whatever is the fastest here."""
+    if request.param == "compiled":
+        yield
+    else:
+        with dispatch.forced("reference"):
+            yield
 
 
 def tokens(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,24 +97,23 @@ def sealed_keys_and_values(cache: PackedCache, sequence: int = 0) -> torch.Tenso
 
 # ------------------------------------------------------------------------------------------- what is sealed, and when
 
-FEEDINGS = {
-    "at once": [200],
-    "32 + 168 x 1": [32] + [1] * 168,
-    "57 + 13 x 1 + 130": [57] + [1] * 13 + [130],
-    "one by one": [1] * 200,
-    "chunks of 16": [16] * 12 + [8],
-}
+FEEDINGS = ([200], [32, *[1] * 168], [57, *[1] * 13, 130], [1] * 200, [*[16] * 12, 8])
 
 
 @EVERY_CODEC
 def test_any_feeding_gives_the_same_bytes(codec):
-    """C03, C04: prefill at once or in chunks, packed chunks and decode steps in any mix."""
+    """C03, C04: prefill at once or in chunks, packed chunks and decode steps in any mix, plain torch or compiled kernels."""
     q, kv = tokens(200)
-    caches = [make(codec) for _ in range(len(FEEDINGS) + 2)]
-    for cache, counts in zip(caches, FEEDINGS.values(), strict=False):
-        feed(cache, q, kv, counts)
-    prefill(caches[-2], q, kv)
-    prefill(caches[-1], q, kv, chunk=64)
+    caches = []
+    for counts in FEEDINGS:
+        caches.append(make(codec))
+        feed(caches[-1], q, kv, counts)
+    for chunk in (512, 64):
+        caches.append(make(codec))
+        prefill(caches[-1], q, kv, chunk)
+    with dispatch.forced("reference"):
+        caches.append(make(codec))
+        feed(caches[-1], q, kv, [100, *[1] * 70, 30])
     wanted = sealed_bytes(caches[0])
     assert list(wanted) == [0, 1]  # 200 tokens, of which at least 32 stay exact: 128 are sealed
     for cache in caches:
@@ -177,7 +188,8 @@ def decode_shards(mesh, codec: str, pairs: list[tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("codec", ["4bit", "tiered4", "minmax"])
-def test_shards_hold_the_pages_of_one_rank(codec):
+@KERNELS
+def test_shards_hold_the_pages_of_one_rank(kernels, codec):
     """C03: the shards of 2 to 8 ranks, put in token order, are the bytes of one rank, and every rank has its answer."""
     pairs = [tokens(length, sequence) for sequence, length in enumerate((1300, 100, 2100))]
     ((wanted, answer, digests),) = simulated.run(1, decode_shards, codec, pairs, False)
@@ -319,7 +331,8 @@ INT8_ERROR = 0.03  # of the query's codes and the values' weights; the lossless 
 
 @pytest.mark.parametrize("codec", PLAIN_CODECS)
 @pytest.mark.parametrize(("page_tokens", "sink_tokens", "recent_tokens"), [(64, 0, 32), (64, 64, 1), (128, 128, 128)])
-def test_a_decode_step_gives_the_answer_of_the_reference_path(codec, page_tokens, sink_tokens, recent_tokens):
+@KERNELS
+def test_a_decode_step_gives_the_answer_of_the_reference_path(kernels, codec, page_tokens, sink_tokens, recent_tokens):
     q, kv = tokens(1201)
     cache = make(codec, page_tokens=page_tokens, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
     prefill(cache, q[:, :1200], kv[:, :, :1200])
@@ -438,9 +451,7 @@ def test_a_bad_key_or_value_is_named_when_it_would_be_sealed(feeding, side, name
     """C05: layer and token, also on a rank that does not own the page."""
     q, kv = tokens(200)
     kv[side, 1, 77, 3] = bad
-    shard = Shard(owns=lambda granule, sequence: False)
-    for cache in (make(layers=2), make(layers=2, shard=shard)):
-        cache.layers[1].index = 1
+    for cache in (make(), make(shard=Shard(owns=lambda granule, sequence: False))):
         with pytest.raises(FloatingPointError, match=f"layer 0, token 77: {name} is not finite"):
             if feeding == "prefill":
                 prefill(cache, q, kv)

@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 class Planted:
-    """A codec with a fault: `spoil(codec, records, k, v)` changes what was encoded; `methods` take the place of the codec's own."""
+    """A codec with a fault: `spoil(codec, records, k, v)` changes what was encoded, `methods` take the place of its own."""
 
     def __init__(self, codec, spoil=None, **methods):
         self.codec, self.spoil = codec, spoil
@@ -101,7 +101,8 @@ def test_the_reference_kernels_are_read_too(model):
 def test_numbers_of_a_sound_cache(model):
     rows = {name: drift(model, config, IDS) for name, config in (("1", ONE_BIT), ("4", FOUR_BITS), ("t", TIERED))}
     for found in rows.values():
-        assert [(row.layer, row.head, row.kv_head) for row in found] == [(i, h, h // 2) for i in range(LAYERS) for h in range(HEADS)]
+        places = [(layer, head, head // 2) for layer in range(LAYERS) for head in range(HEADS)]
+        assert [(row.layer, row.head, row.kv_head) for row in found] == places
         for row in found:
             assert 0.7 < row.noise / row.predicted_noise < 1.4 and abs(row.bias) < 0.3 * row.predicted_noise
     for one, four, tiered in zip(rows["1"], rows["4"], rows["t"], strict=True):

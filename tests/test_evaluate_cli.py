@@ -1,6 +1,7 @@
-"""The command line of `evaluate`: four tasks on a tiny random model, results that are kept and found again, refusals in one line."""
+"""The command line of `evaluate`: four tasks on a tiny random model, results that are found again, refusals in one line."""
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from bitkv_dist.parallel import mesh as meshes
 DATA = Path(__file__).parent / "data"
 HANDBOOK, TALE, CODE = str(DATA / "handbook.txt"), str(DATA / "tale.txt"), argparse.__file__
 WINDOW = ("--page-tokens", "64", "--sink-tokens", "64", "--recent-tokens", "64")
-PPL_ROW = "codec text tokens ppl ppl_ratio kl top1 stored_bits read_bits ratio refined_share".split()
+PPL_ROW = ["codec", "text", "tokens", "ppl", "ppl_ratio", "kl", "top1", "stored_bits", "read_bits", "ratio", "refined_share"]
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,8 @@ def refused(capsys, *argv: str) -> str:
 
 def test_ppl_rows_and_table(run, tmp_path):
     plot = tmp_path / "p.png"
-    out, found = run(
-        "--task", "ppl", "--text", HANDBOOK, CODE, "--positions", "200:400", "--compare", "exact,2bit,tiered4", "--plot", str(plot)
-    )
+    argv = ("--task", "ppl", "--text", HANDBOOK, CODE, "--positions", "200:400", "--compare", "exact,2bit,tiered4")
+    out, found = run(*argv, "--plot", str(plot))
     rows = found["rows"]
     assert [(row["codec"], row["text"]) for row in rows] == [
         (codec, text) for text in ("handbook.txt", "argparse.py") for codec in ("exact", "2bit", "tiered4")
@@ -95,7 +95,7 @@ def test_finished_cells_are_skipped(run, monkeypatch):
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
     shown, last = run(*argv, "1bit,exact")
     assert last == again and "1bit" in shown
-    with pytest.raises(ValueError, match="holds results of positions"):
+    with pytest.raises(ValueError, match=r"holds results of positions \[200, 300\], not \[200, 301\]"):
         run("--task", "ppl", "--text", HANDBOOK, "--positions", "200:301", "--compare", "2bit")
     with pytest.raises(ValueError, match="holds results of window"):
         run(*argv, "2bit", "--recent-tokens", "128")
@@ -138,11 +138,16 @@ def test_retrieval_rows_and_table(run):
 
 def test_drift_rows_and_table(run, monkeypatch):
     out, found = run("--task", "drift", "--text", HANDBOOK, "--config", "tiered4", "--context", "600")
-    assert [(row["layer"], row["head"], row["kv_head"]) for row in found["rows"]] == [(i, h, h // 2) for i in range(2) for h in range(4)]
+    heads = [(row["layer"], row["head"], row["kv_head"]) for row in found["rows"]]
+    assert heads == [(layer, head, head // 2) for layer in range(2) for head in range(4)]
     assert {row["verdict"] for row in found["rows"]} <= {"ok", "noisy"}
     assert "tiered4 on 600 tokens of handbook.txt" in out and "0 off" in out and "of the sealed mass" in " ".join(out.split())
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
     assert run("--task", "drift", "--text", HANDBOOK, "--config", "tiered4", "--context", "600")[0] == out
+    for change in (("--text", TALE), ("--config", "2bit"), ("--context", "601")):
+        argv = {"--task": "drift", "--text": HANDBOOK, "--config": "tiered4", "--context": "600"} | dict([change])
+        with pytest.raises(ValueError, match="holds results of"):
+            run(*itertools.chain(*argv.items()))
 
 
 def test_drift_names_a_planted_fault(run, monkeypatch):
@@ -163,10 +168,12 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
     from bitkv_dist.launch import generate
 
     schedule = tmp_path / "schedule.yaml"
-    argv = ("--task", "sensitivity", "--text", HANDBOOK, "--positions", "200:300", "--budget-bits", "2.2", "--output", str(schedule))
+    argv = ("--task", "sensitivity", "--text", HANDBOOK, "--positions", "200:300")
+    argv += ("--budget-bits", "2.2", "--output", str(schedule))
     out, found = run(*argv)
     base, first, second, whole = found["rows"]
-    assert [row["step"] for row in (base, first, second)] == ["base", *(f"layer {i}, keys and values at 2 bits" for i in range(2))]
+    assert base["step"] == "base"
+    assert [row["step"] for row in (first, second)] == [f"layer {layer}, keys and values at 2 bits" for layer in range(2)]
     assert base["kl"] > min(first["kl"], second["kl"]) and whole["stored_bits"] <= 2.2
     assert "yes" in out and f"KL {whole['kl']:.4f}" in out
     cache = build(str(schedule), {}).cache
@@ -175,7 +182,8 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
     assert again == out
     report = tmp_path / "report.json"
     try:
-        generate.main(["--model", folder, "--device", "cpu", "--config", str(schedule), "--prompt", "x" * 400, "--max-new-tokens", "2", "--json", str(report)])
+        argv = ["--model", folder, "--device", "cpu", "--config", str(schedule), "--json", str(report)]
+        assert generate.main([*argv, "--prompt", "x" * 400, "--max-new-tokens", "2"]) == 0
     finally:
         meshes.current().close()
     assert json.loads(report.read_text())["kv"]["stored_bits_per_element"] == whole["stored_bits"]
@@ -215,7 +223,8 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
     ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else "",
 )
 def test_refused_before_weights_load(capsys, folder, no_model, argv, part):
-    assert part.replace("tiny model", folder) in refused(capsys, "--model", folder, "--device", "cpu", "--text", HANDBOOK, *argv)
+    argv = ("--model", folder, "--device", "cpu", "--text", HANDBOOK, *argv)
+    assert part.replace("tiny model", folder) in refused(capsys, *argv)
 
 
 def test_texts_are_refused_too(capsys, folder, no_model, tmp_path):
@@ -237,4 +246,13 @@ def test_one_process_only():
     argv = [sys.executable, "-O", "-m", "bitkv_dist.launch.evaluate", "--task", "ppl", "--text", HANDBOOK]
     done = subprocess.run(argv, env=launched, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("bitkv evaluate: evaluate: runs in one process, and 2 were started")
+    assert done.stderr.startswith("bitkv evaluate: world size 2: evaluate runs in one process")
+
+
+def test_a_schedule_for_a_deeper_model_is_refused(capsys, folder, no_model, tmp_path):
+    schedule = tmp_path / "deep.yaml"
+    schedule.write_text("cache: {key_bits: 2, value_bits: 2, layers: [{layers: 1-2, key_bits: 4}]}\n")
+    argv = ("--model", folder, "--device", "cpu", "--text", HANDBOOK)
+    message = "cache.layers 2: the model has layers 0 to 1"
+    assert message in refused(capsys, *argv, "--task", "ppl", "--compare", f"2bit,{schedule}")
+    assert message in refused(capsys, *argv, "--task", "drift", "--config", str(schedule))

@@ -52,7 +52,8 @@ def test_the_fact_stands_at_its_depth_between_sentences(model, task):
         number = make_prompt(model.tokenizer, TALE, task, 4000, depth).answer
         before = text[: text.index(number)]
         paragraph = before[before.rindex("\n\n") :]
-        assert abs((len(before) - len(paragraph)) / 4000 - depth) < 0.16  # a sentence before, the facts and the question take room
+        # It stands after the end of a sentence, and facts and question take room, too.
+        assert abs((len(before) - len(paragraph)) / 4000 - depth) < 0.16
         rest = before.removesuffix(paragraph).rstrip()
         assert not rest or rest[-1] in '.!?"\'' or rest.endswith("Four"), rest[-20:]
 
@@ -60,7 +61,7 @@ def test_the_fact_stands_at_its_depth_between_sentences(model, task):
 def test_short_texts_are_repeated_and_short_contexts_refused(model):
     prompt = make_prompt(model.tokenizer, "One sentence. Another one.", "passkey", 500, 0.5)
     assert len(prompt.ids) == 500 and model.tokenizer.decode(prompt.ids).count("Another one.") > 5
-    with pytest.raises(ValueError, match=r"context 50: task passkey alone takes \d+ tokens; give at least"):
+    with pytest.raises(ValueError, match=r"context 50: facts and question of passkey take \d+ tokens; give at least"):
         make_prompt(model.tokenizer, TALE, "passkey", 50, 0.5)
 
 

@@ -1,7 +1,7 @@
 """Where a packed cache departs from the exact one: score by score, head by head, on the queries and keys of a real prompt.
 
-Codes are noisy by design. What a sound codec does not do is miss in the mean, or miss by more than the energy that its codes lost
-predicts. A head that does is off, and faults.py follows its numbers through the codec to the first step that is wrong.
+Codes are noisy by design. What a sound codec does not do is miss in the mean, or miss by more than the energy that its codes
+lost predicts. A head that does is off, and faults.py follows its numbers through the codec to the first step that is wrong.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bitkv_dist.evaluate.trace import MakeCodec, Trace, trace
 from bitkv_dist.model import ServedModel
 from bitkv_dist.prefill import Progress
 
-# Limits for the mean of the scores, in standard errors and in standard deviations of the predicted noise. Sound codecs stay below
-# 6.6 and 0.14 (smollm2-135m, 1 to 4 bits); both must be passed, as the error of neighbouring tokens is not independent.
+# Limits for the mean of the scores, in standard errors and in standard deviations of the predicted noise. Sound codecs stay
+# below 6.6 and 0.14 (smollm2-135m, 1 to 4 bits); both must be passed, as errors of neighbouring tokens are not independent.
 BIAS_ERRORS, BIAS_NOISE = 7.0, 0.3
 NOISE_RATIO = 2.0  # measured to predicted noise; sound: 0.8 to 1.4
 NOISY_KL = 0.1  # nats
@@ -47,7 +47,7 @@ class HeadDrift:
 @torch.inference_mode()
 def drift(model: ServedModel, config: CacheConfig, ids: list[int], make: MakeCodec = make_codec,
           progress: Progress = lambda done, total: None) -> list[HeadDrift]:
-    """Every head of every layer, in order; `make` puts another codec into the layers. ValueError when the prompt seals no page."""
+    """Every head of every layer, in order; `make` puts another codec into the layers. ValueError when no page is sealed."""
     seen: list[tuple[dict[str, torch.Tensor], Faults, int]] = []
 
     def visit(trace: Trace) -> None:
@@ -86,7 +86,7 @@ def measure(reading: Reading) -> dict[str, torch.Tensor]:
         "noise": (error - error.mean((1, 3), keepdim=True)).square().mean((1, 3)).sqrt(),
         "mass_bias": (reading.sealed_partial.log_sum_exp() - reading.true_partial.log_sum_exp()).mean(1),
         "kl": divergence(reading),
-        "output_error": (reading.output - reading.true_output).norm(dim=(1, 3)) / reading.true_output.norm(dim=(1, 3)).clamp(min=1e-30),
+        "output_error": distance(reading.output, reading.true_output),
     }
     if reading.scannable:
         due = reading.due_correction * to_nats
@@ -100,7 +100,19 @@ def measure(reading: Reading) -> dict[str, torch.Tensor]:
 
 
 def divergence(reading: Reading) -> torch.Tensor:
-    """KL of true attention to the cache's, nats [HK, G]: over the sealed tokens, which alone differ, and all exact ones as one event."""
+    """KL of true attention to the cache's, nats [HK, G]: over the sealed tokens, and all exact ones as one event.
+
+    Among the exact tokens both give the same shares, so that taking them together loses nothing.
+    """
     exact = reading.exact_partial.log_sum_exp().unsqueeze(-1)
-    true, found = (torch.cat((scores * math.log(2), exact), -1).log_softmax(-1) for scores in (reading.true_scores, reading.final))
+
+    def distribution(scores: torch.Tensor) -> torch.Tensor:
+        return torch.cat((scores * math.log(2), exact), -1).log_softmax(-1)
+
+    true, found = distribution(reading.true_scores), distribution(reading.final)
     return (true.exp() * (true - found)).sum(-1).mean(1)
+
+
+def distance(x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """|x - right| / |right| of outputs [HK, n, G, D] -> [HK, G]."""
+    return (x - right).norm(dim=(1, 3)) / right.norm(dim=(1, 3)).clamp(min=1e-30)

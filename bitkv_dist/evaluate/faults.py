@@ -1,7 +1,7 @@
 """Which step of reading a layer is wrong, if one is: each is compared with what the true keys and values make of it.
 
-The steps are followed in order (record, query, correction, attention), and a head is blamed for the first that fails: what comes
-after it cannot be right. Noise is not what is measured, so a sound codec passes all of them with a wide margin at any depth.
+The steps are followed in order (record, query, correction, attention), and a head is blamed for the first that fails: what
+comes after it cannot be right. Noise is not what is measured, so a sound codec passes all with a wide margin at any depth.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def check_record(reading: Reading, side: str, found: Faults) -> None:
     found.blame((error > SCALE_ERROR) & ~rotated, scale_cause(side))
     found.scales[side] = (plane.scan.clone(), fresh.codes.scan)
 
-    distance = (plane.centroid.float() - fresh.centroid).square().sum((0, 2)) / fresh.centroid.square().sum((0, 2)).clamp(min=1e-30)
-    found.blame((distance.sqrt() > CENTROID_ERROR) & ~rotated, f"centroid ({NAMES[side]})")
+    missed = (plane.centroid.float() - fresh.centroid).norm(dim=(0, 2))
+    found.blame((missed > CENTROID_ERROR * fresh.centroid.norm(dim=(0, 2))) & ~rotated, f"centroid ({NAMES[side]})")
 
 
 def cosine(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,8 @@ def check_attention(reading: Reading, found: Faults) -> None:
     expected = weights.masked_fill(refined, 0.0) @ scan + weights.masked_fill(~refined, 0.0) @ full
     output = reading.sealed_partial.normalised()
     wrong |= too_far(output, expected)
-    found.blame_first(wrong & ~too_far(output, expected - weights @ reading.centroids("V")[:, None]), "centroid (values, missing in attention)")
+    without_centroid = expected - weights @ reading.centroids("V")[:, None]
+    found.blame_first(wrong & ~too_far(output, without_centroid), "centroid (values, missing in attention)")
     found.blame_first(wrong, "kernel (attention is not that of its own scores and values)")
 
 

@@ -14,8 +14,8 @@ SCHEMA = 1
 class Ledger:
     """Rows {"codec": .., "text": .., ..}, one per cell: a cell is the values of `key` fields.
 
-    settings: what the numbers depend on besides the cell, by name; a file may know other names (further codecs and texts), but not
-    other values for these.
+    settings: what the numbers depend on besides the cell, by name; a file may know other names (further codecs and texts),
+    but not other values for these.
     """
 
     def __init__(self, path: Path | None, key: tuple[str, ...], settings: dict[str, Any]) -> None:

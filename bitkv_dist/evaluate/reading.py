@@ -45,15 +45,16 @@ class Overheard:
 class Reading:
     """A layer's sealed pages, and the last n positions of the prompt attending to them through the layer itself.
 
-    T tokens are sealed, in pages of P; all scores are in base 2. Truth comes from the trace, everything else from the layer's records,
-    through its codec and the reference kernels.
+    T tokens are sealed, in pages of P; all scores are in base 2. Truth comes from the trace, everything else from the layer's
+    records, through its codec and the reference kernels.
     """
 
     def __init__(self, trace: Trace) -> None:
         layer, state = trace.layer, trace.layer.states[0]
         self.codec, self.sealed = layer.codec, slice(state.sink, state.sealed_end)
         self.k, self.v = (x[:, self.sealed].float() for x in (trace.k, trace.v))  # true, [HK, T, D]
-        self.pages = {side: x.unflatten(1, (-1, state.page_tokens)).transpose(0, 1) for side, x in (("K", self.k), ("V", self.v))}
+        paged = (x.unflatten(1, (-1, state.page_tokens)).transpose(0, 1) for x in (self.k, self.v))
+        self.pages = dict(zip("KV", paged, strict=True))  # side -> true, [pages, HK, P, D]
         self.query = base2(trace.q, trace.scaling)  # [HK, n, G, D]
         self.scannable = hasattr(self.codec, "load")  # a planes codec: its scores can be taken apart
 

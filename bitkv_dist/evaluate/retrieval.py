@@ -1,7 +1,7 @@
-"""Does a packed cache still find a fact that stands far back in its context? Prompts made of any text, answered by the real engine.
+"""Does a packed cache still find a fact far back in its context? Prompts made of any text, answered by the real engine.
 
-Three tasks, all plain continuation: `passkey` hides one number, `multikey` the numbers of several people and asks for that of one,
-`keyvalue` a list of pairs and asks for one of them. An answer is right when the first number that the model writes is the right one.
+Three tasks, all plain continuation: `passkey` hides one number, `multikey` the numbers of several people and asks for that of
+one, `keyvalue` a list of pairs and asks for one of them. The first number that the model writes is its answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bitkv_dist.prefill import Progress
 from bitkv_dist.text import encode_prompt
 
 NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Hugo")
-WORDS = ("harbour", "lantern", "orchard", "copper", "violin", "granite", "meadow", "saddle", "candle", "anchor", "walnut", "thunder")
+WORDS = ("harbour", "lantern", "orchard", "copper", "violin", "granite", "meadow", "saddle", "candle", "anchor", "walnut")
 ANSWER = GenerateConfig(max_new_tokens=12, stream=False)
 
 
@@ -43,7 +43,8 @@ class Prompt:
 
 def passkey(chance: random.Random) -> Riddle:
     number = numbers(chance, 1)[0]
-    return Riddle([f"The pass key is {number}. Remember it. {number} is the pass key."], 0, "As said above, the pass key is", number)
+    fact = f"The pass key is {number}. Remember it. {number} is the pass key."
+    return Riddle([fact], 0, "As said above, the pass key is", number)
 
 
 def multikey(chance: random.Random) -> Riddle:
@@ -68,7 +69,7 @@ def numbers(chance: random.Random, count: int) -> list[str]:
 
 
 def make_prompt(tokenizer: PreTrainedTokenizerBase, text: str, task: str, context: int, depth: float, trial: int = 0) -> Prompt:
-    """A prompt of `context` tokens: `text`, repeated as often as it takes, with the fact asked for at `depth` (0 = start, 1 = end).
+    """A prompt of `context` tokens: `text`, repeated as often as it takes, with the fact asked for at `depth` of it, 0 to 1.
 
     Facts stand between sentences; the ones that are not asked for are spread evenly. The same arguments give the same prompt.
     """
@@ -77,7 +78,8 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, text: str, task: str, contex
     question = encode_prompt(tokenizer, f"\n\n{riddle.question}")
     room = context - sum(map(len, facts)) - len(question)
     if room < 1:
-        raise ValueError(f"context {context}: task {task} alone takes {context - room} tokens; give at least {context - room + 1}")
+        least = context - room + 1
+        raise ValueError(f"context {context}: facts and question of {task} take {least - 1} tokens; give at least {least}")
     hay = encode_prompt(tokenizer, text)
     hay = (hay * -(-room // len(hay)))[:room]
     depths = [(i + 0.5) / len(facts) for i in range(len(facts))]
@@ -90,7 +92,7 @@ def make_prompt(tokenizer: PreTrainedTokenizerBase, text: str, task: str, contex
 
 
 def sentence_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], depth: float) -> int:
-    """How many of `ids` stand before the end of a sentence that is nearest before `depth`; `depth` itself where there is none."""
+    """How many of `ids` there are up to the last end of a sentence before `depth`; up to `depth` itself where there is none."""
     place = round(depth * len(ids))
     for end in range(place, 0, -1):
         if re.search(r"[.!?\n]\W*$", tokenizer.decode(ids[end - 1 : end])):

@@ -1,7 +1,7 @@
 """Which layers are worth more bits: raise one at a time, rank them by what it brings, and spend a byte budget on the best.
 
-What raises bring is measured one by one on top of the common cache and taken to add up, which holds as long as each is small; the
-schedule that comes out is measured as a whole.
+What raises bring is measured one by one on top of the common cache and taken to add up, which holds as long as each is small;
+the schedule that comes out is measured as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Raise:
 
 
 def raises(config: CacheConfig, layers: int, sides: Iterable[str], bits: Iterable[int] | None) -> list[Raise]:
-    """All raises to try on top of `config`; bits None = the next depth that the codec stores. ValueError where nothing is to raise."""
+    """All raises to try on top of `config`; bits None = the next depth that the codec stores. ValueError when there is none."""
     if config.layers:
         named = layer_ranges(layer for entry in config.layers for layer in entry.layers)
         raise ValueError(f"cache.layers {named}: a schedule is what this task makes; give a config without one")
@@ -79,13 +79,13 @@ def _record_bytes(config: CacheConfig, shape: HeadShape) -> int:
 def check_budget(config: CacheConfig, shape: HeadShape, budget: float) -> None:
     least = stored_bits(config, shape)
     if budget < least:
-        raise ValueError(f"budget-bits {budget:g}: the cache takes {least:g} before any layer is raised; give more or a --config with less")
+        raise ValueError(f"budget-bits {budget:g}: the cache takes {least:g} as it is; give more, or a config that takes less")
 
 
 def spend(config: CacheConfig, shape: HeadShape, gains: dict[Raise, float], budget: float) -> list[Raise]:
     """Greedy by gain per bit: the raises to take so that `stored_bits` stays within `budget`, best first.
 
-    gains: what each raise alone takes off the KL. A deeper raise of the same side counts with what it adds to the one already taken.
+    gains: what each raise alone takes off the KL. A deeper raise of a side counts with what it adds to the one already taken.
     """
     taken: list[Raise] = []
     held: dict[tuple[int, str], float] = {}  # gain so far of a layer's side
@@ -102,6 +102,12 @@ def spend(config: CacheConfig, shape: HeadShape, gains: dict[Raise, float], budg
         best = max(offers, key=lambda offer: (offer[0], -offer[1].layer))[1]
         held[best.layer, best.side] = gains[best]
         taken.append(best)
+
+
+def described(config: CacheConfig) -> str:
+    """The schedule of `config` in one line."""
+    entries = (f"{layer_ranges(entry.layers)}: {entry.overrides}" for entry in config.layers)
+    return "; ".join(entries) or "of no raises"
 
 
 def as_yaml(config: CacheConfig, comments: Iterable[str]) -> str:

@@ -58,13 +58,14 @@ def trace(model: ServedModel, config: CacheConfig, ids: list[int], visit: Callab
           progress: Progress = lambda done, total: None) -> None:
     """Reads a prompt as the engine does and calls `visit` for each layer as soon as it is sealed.
 
-    make: another codec of the same record size in the place of the configured one. ValueError when no page of the prompt is sealed.
+    make: another codec of the same record size in the place of the configured one. ValueError when no page is sealed.
     """
     sealing = config.sink_rounded + config.page_tokens + max(1, config.recent_tokens)
     if len(ids) < sealing:
         raise ValueError(f"text of {len(ids)} tokens: no page of it is sealed; give at least {sealing} tokens")
     heads = head_shape(model)
     cache = PackedCache(config, heads, 1)
-    cache.layers = [TracedLayer(cache, index, make(config.for_layer(index), heads, index), visit) for index in range(model.layers)]
+    codecs = [make(config.for_layer(index), heads, index) for index in range(model.layers)]
+    cache.layers = [TracedLayer(cache, index, codec, visit) for index, codec in enumerate(codecs)]
     chunks = [[(0, start, min(GRANULE_TOKENS, len(ids) - start))] for start in range(0, len(ids), GRANULE_TOKENS)]
     exact(model, cache, [ids], chunks, progress)
