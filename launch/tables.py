@@ -1,4 +1,4 @@
-"""What `evaluate` shows: one table on stdout with the window policy below it, and a plot."""
+"""What `evaluate` shows: one table on stdout, the window policy below it, and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig) -> None:
     """One line per text and codec."""
     first, last = positions
-    table = Table(title=f"teacher-forced, positions {first}:{last}", caption=window_policy(window, first))
+    table = Table(title=f"teacher-forced, positions {first}:{last}")
     for heading in ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined"):
         table.add_column(heading, justify="left" if heading in ("text", "codec") else "right")
     for before, row in zip([None, *rows], rows, strict=False):
@@ -28,7 +28,7 @@ def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig) -
         quality = (f"{row['ppl']:.3f}", f"x{row['ppl_ratio']:.4f}", f"{row['kl']:.4f}", f"{row['top1']:.1%}")
         bits = (f"{row['stored_bits']:.3f}", f"{row['read_bits']:.3f}", f"{row['ratio']:.2f}", f"{row['refined_share']:.1%}")
         table.add_row(row["text"], row["codec"], *quality, *bits)
-    show(table)
+    show(table, window_policy(window, first))
 
 
 def window_policy(window: CacheConfig, first: int = 0) -> str:
@@ -40,7 +40,7 @@ def window_policy(window: CacheConfig, first: int = 0) -> str:
 
 def show_retrieval(rows: list[Row], depths: list[float], window: CacheConfig) -> None:
     """One line per codec, context and kind of question; one column per depth."""
-    table = Table(title="share of right answers by depth (0 = start of the context)", caption=window_policy(window))
+    table = Table(title="share of right answers by depth (0 = start of the context)")
     for heading in ("codec", "context", "task", *(f"{depth:g}" for depth in depths), "mean"):
         table.add_column(heading, justify="left" if heading in ("codec", "task") else "right")
     lines: dict[tuple, dict[float, float]] = {}
@@ -49,12 +49,12 @@ def show_retrieval(rows: list[Row], depths: list[float], window: CacheConfig) ->
     for (codec, context, task), scores in lines.items():
         shown = (f"{scores[depth]:.2f}" for depth in depths)
         table.add_row(codec, str(context), task, *shown, f"{sum(scores.values()) / len(scores):.2f}")
-    show(table)
+    show(table, window_policy(window))
 
 
 def show_drift(rows: list[Row], what: str, cache: CacheConfig) -> None:
     """One line per layer; heads that are off are named with their cause."""
-    table = Table(title=f"drift of {what}", caption=f"{window_policy(cache)}\n{drift_summary(rows)}")
+    table = Table(title=f"drift of {what}")
     for heading in ("layer", "bias", "noise", "predicted", "KL", "worst KL", "output error", "refined mass", "noisy", "off"):
         table.add_column(heading, justify="left" if heading == "off" else "right")
     for layer in dict.fromkeys(row["layer"] for row in rows):
@@ -71,33 +71,32 @@ def show_drift(rows: list[Row], what: str, cache: CacheConfig) -> None:
         off = "; ".join(f"head {', '.join(map(str, numbers))}: {cause}" for cause, numbers in causes.items())
         shown = (f"{bias:+.3f}", *map(three, numbers), f"{worst['kl']:.3f} (head {worst['head']})", *map(three, rest))
         table.add_row(str(layer), *shown, str(noisy), off)
-    show(table)
+    show(table, window_policy(cache), *drift_summary(rows))
 
 
-def drift_summary(rows: list[Row]) -> str:
+def drift_summary(rows: list[Row]) -> list[str]:
     """Verdicts, and the mass that refinement covers in the mean and in the worst head."""
     verdicts = Counter(row["verdict"] for row in rows)
     said = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("ok", "noisy", "off"))
-    said = f"heads: {said} (noisy: as its codec predicts; off: a fault). Nats; means over a layer's heads, its largest bias."
+    lines = [f"heads: {said} (noisy: as its codec predicts; off: a fault); in nats, means over a layer's heads, its largest bias"]
     if rows[0]["refined_mass"] is not None:
         worst = min(rows, key=lambda row: row["refined_mass"])
         where = f"{worst['refined_mass']:.3f} in the worst head (layer {worst['layer']}, head {worst['head']})"
-        said += f"\nRefined tokens carry {mean(rows, 'refined_mass'):.3f} of the sealed mass, {where}."
-    return said
+        lines.append(f"refined tokens carry {mean(rows, 'refined_mass'):.3f} of the sealed mass, {where}")
+    return lines
 
 
 def show_sensitivity(gains: dict[Raise, float], chosen: list[Raise], whole: list[Row]) -> None:
     """Raises by what each alone takes off the KL; `whole`: the cache before, and with the schedule if there is one."""
     labels = ("before", "with the schedule")
     said = [f"KL {row['kl']:.4f}, {row['stored_bits']:.3f} bits stored" for row in whole]
-    caption = "; ".join(f"{label}: {numbers}" for label, numbers in zip(labels, said, strict=False))
-    table = Table(title="what more bits for one layer bring", caption=caption)
+    table = Table(title="what more bits for one layer bring")
     for heading in ("layer", "raised", "to bits", "KL drop", "in the schedule"):
         table.add_column(heading, justify="right")
     side = {"K": "keys", "V": "values", "KV": "both"}
     for step, gain in sorted(gains.items(), key=lambda item: -item[1]):
         table.add_row(str(step.layer), side[step.side], str(step.bits), f"{gain:+.5f}", "yes" if step in chosen else "")
-    show(table)
+    show(table, "; ".join(f"{label}: {numbers}" for label, numbers in zip(labels, said, strict=False)))
 
 
 def mean(rows: list[Row], name: str) -> float | None:
@@ -109,8 +108,9 @@ def three(number: float | None) -> str:
     return "" if number is None else f"{number:.3f}"
 
 
-def show(table: Table) -> None:
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False, markup=False).print(table)
+def show(table: Table, *notes: str) -> None:
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, highlight=False, markup=False)
+    console.print(table, *notes, sep="\n")
 
 
 def plot_ppl(rows: list[Row], path: Path) -> None:
