@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from dataclasses import dataclass
 from math import gcd
 
@@ -28,6 +29,7 @@ SERVED = {
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_LOADING = threading.Lock()  # from_pretrained patches globals of transformers while it runs
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_model_name_or_path", "dtype", "torch_dtype")
 _FINGERPRINT_BLOCKS, _FINGERPRINT_BLOCK = 32, 64
 
@@ -238,7 +240,7 @@ def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dty
     if hasattr(config, "sliding_window"):
         config.sliding_window = None  # `check` let it pass, so it hides nothing; attention refuses to see one
     try:
-        with checkpoint.quiet():
+        with _LOADING, checkpoint.quiet():
             module, loaded = AutoModelForCausalLM.from_pretrained(
                 place, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True
             )

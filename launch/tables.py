@@ -78,7 +78,7 @@ def drift_summary(rows: list[Row]) -> list[str]:
     """Verdicts, and the mass that refinement covers in the mean and in the worst head."""
     verdicts = Counter(row["verdict"] for row in rows)
     said = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("ok", "noisy", "off"))
-    lines = [f"heads: {said} (noisy: as its codec predicts; off: a fault); in nats, means over a layer's heads, its largest bias"]
+    lines = [f"heads: {said} (noisy: as its codec predicts; off: a fault); nats, means over a layer's heads, its largest bias"]
     if rows[0]["refined_mass"] is not None:
         worst = min(rows, key=lambda row: row["refined_mass"])
         where = f"{worst['refined_mass']:.3f} in the worst head (layer {worst['layer']}, head {worst['head']})"

@@ -15,7 +15,7 @@ from bitkv_dist.partial import Partial
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The attention heads that a rank serves: layers, global index of its first KV head, KV heads, head dim, the model's dtype."""
+    """The attention heads that a rank serves; `first_kv_head` is the global index of its first, `dtype` the model's."""
 
     layers: int
     first_kv_head: int
@@ -43,7 +43,7 @@ class ReadCount:
 
 
 class Codec(Protocol):
-    """One layer's codec. Pages of P tokens become records of `record_bytes` bytes per KV head, a function of the page's tokens alone."""
+    """One layer's codec. Pages of P tokens become records of `record_bytes` bytes per KV head, a function of the page alone."""
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
@@ -59,12 +59,12 @@ class Codec(Protocol):
 
     def measure(self, lesson: str, q: torch.Tensor, tuning: Tuning, records: torch.Tensor, page_valid: torch.Tensor,
                 keys: torch.Tensor | None) -> Partial:
-        """Statistics of one of `tuning.lessons` for queries q fp32 [HK, Q, G, D] in base 2, a partial per granule; merged over all
-        granules they go to `tuning.learn`. keys [n, HK, pages * P, D]: the granules' exact keys; without them, what the full codes
-        score stands for the truth."""
+        """Statistics of one of `tuning.lessons` for queries q fp32 [HK, Q, G, D] in base 2, a partial per granule; merged over
+        all granules they go to `tuning.learn`. keys [n, HK, pages * P, D]: the granules' exact keys; without them, what the
+        full codes score stands for the truth."""
 
     def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> Any:
-        """Queries fp32 [HK, Q, G, D], multiplied by softmax scale * log2 e, in the form that `attend` takes; once per layer and step."""
+        """Queries fp32 [HK, Q, G, D], times softmax scale * log2 e, in the form that `attend` takes; once per layer, step."""
 
     def choice(self, tuning: Tuning | None, exact: Partial) -> Any:
         """How a step's queries choose what they refine; exact: the partial [HK, Q, G] of the tokens that are not sealed."""
@@ -72,8 +72,8 @@ class Codec(Protocol):
     def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor, choice: Any = None,
                granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
         """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
-        m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space. choice: None = as configured; one among the whole sequence
-        needs the granules' global indices, int64 [n]."""
+        m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space. choice: None = as configured. granules: their global
+        indices int64 [n], for a choice among the whole sequence."""
 
     def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""

@@ -1,7 +1,7 @@
 """The default codec: randomised Hadamard rotation, page centroid, mid-rise codes as bit planes with the sign plane first.
 
-Scan one bit, refine where it matters: the scanned planes of a page are interleaved for a sequential read, the remaining bits of each
-code are stored token by token, because refinement picks single tokens.
+Scan one bit, refine where it matters: the scanned planes of a page are interleaved for a sequential read, the remaining bits of
+each code are stored token by token, because refinement picks single tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class PlanesCodec:
         self.value_low = config.value_bits - config.value_scan_bits
         self.layout = page_layout(config, heads.head_dim)
         self.record_bytes = self.layout.bytes
-        self.signs = {side: layer_signs(config.seed, layer, heads.first_kv_head, heads.kv_heads, side, heads.head_dim).to(heads.device) for side in "KV"}
+        own = heads.first_kv_head, heads.kv_heads
+        self.signs = {side: layer_signs(config.seed, layer, *own, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.noise = NOISE if config.correction else dict.fromkeys(NOISE, 0.0)
         self.selection = make_selection(config)
         self.chooses_globally = config.refines and config.refine.scope == "global"
@@ -71,7 +72,8 @@ class PlanesCodec:
         planes, scan, centroid = (self.layout.view(records, side + name) for name in ("planes", "scan", "centroid"))
         if scan_bits == bits:
             return reference.Plane(planes, records[..., None, :0], scan, scan, centroid)
-        return reference.Plane(planes, self.layout.view(records, side + "low"), scan, self.layout.view(records, side + "full"), centroid)
+        low, full = (self.layout.view(records, side + name) for name in ("low", "full"))
+        return reference.Plane(planes, low, scan, full, centroid)
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (reference.decode(self.load(records, side), self.signs[side], *self.depth(side), side) for side in "KV")
@@ -94,8 +96,8 @@ class PlanesCodec:
             found = found._replace(floor=exact.m + torch.log2(exact.l) - self.config.refine.skip_below)
         return found
 
-    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor, choice: reference.Selection | None = None,
-               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+    def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor,
+               choice: reference.Selection | None = None, granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
         keys, values, choice = self.load(records, "K"), self.load(records, "V"), choice or self.selection
         found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, choice, granules)
         refined = None if found.refined is None else int(found.refined.any(dim=3).sum())
@@ -132,12 +134,13 @@ class PlanesCodec:
         if lesson == SLOPE:
             sums = reference.slope_sums(query, plane, page_valid, truth)
             return Partial(torch.zeros_like(sums[..., 0]), torch.ones_like(sums[..., 0]), sums)  # with m = 0, merging adds
-        choices = [self.selection._replace(tail=torch.full((1, 1, 1), tail, device=q.device)) for tail in tuning.tails]
-        return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, choices or [self.selection]))
+        rules = [self.selection._replace(tail=torch.full((1, 1, 1), tail, device=q.device)) for tail in tuning.tails]
+        rules = rules or [self.selection]
+        return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, rules))
 
     def count_reads(self, page_valid: torch.Tensor, queries: int, refined: int | None) -> ReadCount:
-        """Planes, scan scales and centroids of every sealed token for each query; low bits and full scales of the `refined` tokens, which
-        count once per KV head and query."""
+        """Planes, scan scales and centroids of every sealed token for each query; low bits and full scales of the `refined`
+        tokens, which count once per KV head and query."""
         fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
         scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
         pages = int(page_valid.sum()) * self.heads.kv_heads * queries

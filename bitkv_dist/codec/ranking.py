@@ -1,4 +1,4 @@
-"""The choice of scope `global`: which tokens of a whole sequence carry the attention, out of what each rank knows of its own."""
+"""The choice of scope `global`: the tokens that carry a whole sequence's attention, out of what each rank knows of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERYTHING = torch.iinfo(torch.int64).max
 
 
 class Ranking:
-    """The keys of the `count` best tokens seen so far, int64 [HK, Q, R, count]: one ranking for a group (R = 1) or one for each head.
+    """The keys of the `count` best tokens seen so far, int64 [HK, Q, R, count], R = 1 for a group, G for heads.
 
     log_sum_exp fp32 [HK, Q, G]: for a group, that of each head's scanned scores over all sealed tokens.
     """
