@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from bitkv_dist.config import CacheConfig, RefineConfig, build
 from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.schedule import LayerConfig
+from bitkv_dist.text import encode_prompt
 
 LAYERS, HEADS, KV_HEADS = 3, 4, 2
 IDS = tiny.prompt(700)
@@ -245,3 +247,19 @@ def test_a_query_that_is_rotated_otherwise(model):
 
     causes = blamed(drift(model, ONE_BIT, IDS, planted(1, prepare=prepare)))
     assert causes == {(1, head): "query (not rotated or scaled as its keys)" for head in heads_of(1)}
+
+
+@pytest.mark.slow
+def test_smollm2():
+    """On a real model: sound presets are not blamed; a wrong rotation in layer 11, KV head 2, is."""
+    served = models.load("smollm2-135m", dtype=None, device=torch.device("cpu"))
+    ids = encode_prompt(served.tokenizer, (Path(__file__).parent / "data" / "handbook.txt").read_text())[:1500]
+    for preset in ("1bit", "4bit", "tiered4"):
+        assert blamed(drift(served, build(preset, {}).cache, ids)) == {}
+
+    def spoil(codec, records, k, v):
+        other = make_codec(replace(codec.config, seed=1), codec.heads, 11)
+        records[:, 2] = other.encode(k, v)[:, 2]
+
+    causes = blamed(drift(served, build("tiered4", {}).cache, ids, planted(11, spoil)))
+    assert causes == {(11, head): "rotation (keys), rotation (values)" for head in (6, 7, 8)}

@@ -92,7 +92,8 @@ def measure(reading: Reading) -> dict[str, torch.Tensor]:
         due = reading.due_correction * to_nats
         columns["predicted_noise"] = (2 * due.mean((1, 3))).sqrt()
         if reading.codec.config.correction:
-            columns["bias"] = ((reading.scanned - reading.true_scores) * to_nats - due).mean((1, 3))
+            applied = due * reading.codec.correction_share
+            columns["bias"] = ((reading.scanned - reading.true_scores) * to_nats - applied).mean((1, 3))
     if reading.refined is not None:
         weights = torch.softmax(reading.true_scores * to_nats, dim=-1)
         columns["refined_mass"] = weights.masked_fill(~reading.refined, 0.0).sum(-1).mean(1)

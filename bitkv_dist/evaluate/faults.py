@@ -124,7 +124,8 @@ def check_correction(reading: Reading, found: Faults) -> None:
     """The correction that scores got against the one that is due."""
     if not reading.codec.config.correction:
         return
-    due, applied = reading.due_correction.mean((1, 3)), (reading.scanned - reading.bare).mean((1, 3))
+    due = reading.due_correction.mean((1, 3)) * reading.codec.correction_share
+    applied = (reading.scanned - reading.bare).mean((1, 3))
     found.blame_first(applied < (1 - CORRECTION_ERROR) * due, "correction (missing or too small)")
     found.blame_first(applied > (1 + CORRECTION_ERROR) * due, "correction (too large)")
 

@@ -43,15 +43,15 @@ class Prompt:
 
 def passkey(chance: random.Random) -> Riddle:
     number = numbers(chance, 1)[0]
-    fact = f"The pass key is {number}. Remember it. {number} is the pass key."
-    return Riddle([fact], 0, "As said above, the pass key is", number)
+    fact = f"The secret pass key is {number}. Remember it. {number} is the secret pass key."
+    return Riddle([fact], 0, "As said above, the secret pass key is", number)
 
 
 def multikey(chance: random.Random) -> Riddle:
     names, found, asked = chance.sample(NAMES, 4), numbers(chance, 4), chance.randrange(4)
-    facts = [f"The pass key of {name} is {number}. Remember it." for name, number in zip(names, found, strict=True)]
+    facts = [f"The secret pass key of {name} is {number}. Remember it." for name, number in zip(names, found, strict=True)]
     who = names[asked]
-    return Riddle(facts, asked, f"As said above, the pass key of {who} is", found[asked])
+    return Riddle(facts, asked, f"As said above, the secret pass key of {who} is", found[asked])
 
 
 def keyvalue(chance: random.Random) -> Riddle:
