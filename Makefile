@@ -12,6 +12,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet
 HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
+DEMO_RANKS := $(if $(HAS_GPU),$(shell nvidia-smi -L | wc -l | awk '{print $$1 > 1 ? 2 : 1}'),2)
 
 # More OpenMP threads than free cores make torch collapse; tests start several ranks of their own.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONSAFEPATH=1
@@ -24,7 +25,7 @@ endif
 setup: .venv/.package
 
 demo: setup
-	PYTHONSAFEPATH=1 $(BIN)/deepspeed --num_gpus 2 launch/generate.py --config demo --prompt-file configs/demo_prompt.txt
+	PYTHONSAFEPATH=1 $(BIN)/deepspeed --num_gpus $(DEMO_RANKS) launch/generate.py --config demo --prompt-file configs/demo_prompt.txt
 
 test: setup
 	$(TEST_ENV) $(BIN)/pytest -q -m "not slow"

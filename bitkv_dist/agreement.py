@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.digest import as_int64, config_digest, digest64, layer_digests, odd_ones, whole
 from bitkv_dist.parallel.mesh import Mesh
@@ -29,7 +29,7 @@ class Mismatch:
     rank: int
     layer: int
     digest: str
-    cause: str  # configuration | model | kernels | rotation words
+    cause: str  # configuration | model | kernels | generate settings | rotation words
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,17 @@ class Agreement:
     mismatches: list[Mismatch]  # the same list on every rank
 
 
-def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_layer: int | None = None) -> Agreement:
+def compare(
+    mesh: Mesh,
+    model: ServedModel,
+    cache: CacheConfig,
+    generate: GenerateConfig | None = None,
+    flip_word_of_layer: int | None = None,
+) -> Agreement:
     """Compare all ranks with one all-reduce; only when they differ gather who has what.
 
-    `flip_word_of_layer` spoils one bit of this rank's words, to prove that the alarm works.
+    `generate` holds what bounds the ranks' loops and shapes their exchanges. `flip_word_of_layer` spoils one bit of this rank's
+    words, to prove that the alarm works.
     """
 
     def words(layer: int) -> np.ndarray:
@@ -53,10 +60,15 @@ def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_lay
     digests = layer_digests(cache, model.fingerprint, words, model.layers)
     rotation = whole(digests)
     backend, _ = dispatch.backend(model.device)
-    kernels = digest64(backend.encode())
-    if mesh.all_equal(as_int64(np.array([rotation, kernels], dtype=np.uint64))):
+    kernels, settings = digest64(backend.encode()), digest64(f"{generate} {model.dtype}".encode())
+    if mesh.all_equal(as_int64(np.array([rotation, kernels, settings], dtype=np.uint64))):
         return Agreement(f"{rotation:016x}", [])
-    inputs = {"configuration": config_digest(cache), "model": model.fingerprint, "kernels": kernels}
+    inputs = {
+        "configuration": config_digest(cache),
+        "model": model.fingerprint,
+        "kernels": kernels,
+        "generate settings": settings,
+    }
     everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs))
     causes = odd_ones([theirs for _, theirs in everyone])
     mismatches = []
@@ -67,9 +79,9 @@ def compare(mesh: Mesh, model: ServedModel, cache: CacheConfig, flip_word_of_lay
     return Agreement(f"{rotation:016x}", mismatches)
 
 
-def require(mesh: Mesh, model: ServedModel, cache: CacheConfig) -> str:
+def require(mesh: Mesh, model: ServedModel, cache: CacheConfig, generate: GenerateConfig | None = None) -> str:
     """The common rotation digest, 16 hex digits; RuntimeError that names rank, layer and cause where there is none."""
-    found = compare(mesh, model, cache)
+    found = compare(mesh, model, cache, generate)
     if found.mismatches:
         first, *others = found.mismatches
         more = f" (and {len(others)} more)" if others else ""

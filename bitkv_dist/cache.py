@@ -45,7 +45,7 @@ class PackedCache:
         self, config: CacheConfig, heads: HeadShape, sequences: int, shard: Shard | None = None, audit: bool = False
     ) -> None:
         """audit: also encode, and digest, the pages that other ranks own."""
-        config.check_depth(heads.layers)
+        config.check_model(heads.layers, heads.head_dim)
         self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
         self.shard = shard or Shard()
         self.step = Step([])

@@ -148,8 +148,11 @@ class CacheConfig:
             refine = None
         return replace(self, layers=(), refine=refine, **changed)
 
-    def check_depth(self, layers: int) -> None:
-        """Refuse a schedule that names layers which a model of `layers` layers does not have."""
+    def check_model(self, layers: int, head_dim: int) -> None:
+        """Refuse what a model of `layers` layers and `head_dim` channels per head cannot have."""
+        group = min(self.value_group_channels or 1, head_dim)
+        if head_dim % group:
+            raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {head_dim & -head_dim}")
         last = max((layer for entry in self.layers for layer in entry.layers), default=0)
         if last >= layers:
             raise ValueError(

@@ -51,7 +51,7 @@ class Engine:
         )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         self.cache: PackedCache | None = None
-        self.rotation_digest = agreement.require(mesh, model, cache)
+        self.rotation_digest = agreement.require(mesh, model, cache, generate)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
         if generate.warmup:
@@ -103,12 +103,12 @@ class Engine:
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
         )  # fmt: skip
+        self.cache = None  # the old one makes room first
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]
-        for sequence, prompt in enumerate(prompts):
-            self.cache.reserve(sequence, len(prompt) + self.config.max_new_tokens)
+        self.reserve(list(map(len, prompts)))
         if self.config.prefill == "packed":
             return self.model.head(prefill.packed(self.model, self.cache, prompts, chunk, progress))
         last = prefill.exact(self.model, self.cache, prompts, self.rounds(prompts), progress)
@@ -120,10 +120,19 @@ class Engine:
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
         turns = [pending + prompt for pending, prompt in zip(self.pending, prompts, strict=True)]
-        self.check_lengths(turns, [self.cache.length(sequence) for sequence in range(self.cache.sequences)])
+        held = [self.cache.length(sequence) for sequence in range(self.cache.sequences)]
+        self.check_lengths(turns, held)
+        self.reserve([length + len(turn) for length, turn in zip(held, turns, strict=True)])
+        self.sampler.begin_turn()
+        self.pending = [[] for _ in prompts]
         for history, prompt in zip(self.histories, prompts, strict=True):
             history += prompt
         return self.model.head(prefill.packed(self.model, self.cache, turns, self.config.chunk, progress))
+
+    def reserve(self, lengths: list[int]) -> None:
+        """Room for prompts of these lengths, what is cached included, and for the tokens to come."""
+        for sequence, length in enumerate(lengths):
+            self.cache.reserve(sequence, min(length + self.config.max_new_tokens, self.model.max_positions))
 
     def rounds(self, prompts: list[list[int]]) -> list[list[prefill.Part | None]]:
         """The schedule of an exact prefill: in each round, the (sequence, first token, tokens) of every sequence rank."""
@@ -167,8 +176,9 @@ class Engine:
             if not live:
                 break
             logits = self.step(live)
-        result.decode_s = time.perf_counter() - started - result.first_token_s if result.first_token_s else 0.0
         result.decoded_tokens = sum(map(len, result.token_ids)) - sum(map(bool, result.token_ids))
+        if result.decoded_tokens:
+            result.decode_s = time.perf_counter() - started - result.first_token_s
 
     def choose(self, logits: torch.Tensor, live: list[int], result: Result, on_token: OnToken | None) -> list[tuple[int, int]]:
         """(token, state) of each live sequence: rank 0 decides, all ranks follow."""
@@ -205,12 +215,11 @@ class Engine:
         return self.model.head(hidden[:, 0])
 
     def warm_up(self) -> None:
-        """Run a short prompt and two steps once, so that first-call costs stay out of the timing."""
-        config = self.config
-        self.config = replace(config, max_new_tokens=2)
-        self.generate(
-            [[0] * (self.cache_config.sink_rounded + self.cache_config.recent_tokens + 2 * self.cache_config.page_tokens)]
-        )
+        """Run a short prompt per sequence rank and one step, so that first-call costs stay out of the timing."""
+        config, cache = self.config, self.cache_config
+        self.config = replace(config, max_new_tokens=2, ignore_eos=True)
+        tokens = min(cache.sink_rounded + cache.recent_tokens + 2 * cache.page_tokens, self.model.max_positions - 2)
+        self.generate([[0] * tokens] * self.mesh.sp)  # the first granule of sequence b is rank b's
         self.config, self.cache = config, None
 
 

@@ -26,6 +26,7 @@ from bitkv_dist.sequence import SequenceState
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
 
+PARTIALS_AT_ONCE = 1 << 25  # elements of the granules' outputs that a chunk of queries holds at a time
 SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
 
@@ -93,7 +94,7 @@ class PackedLayer:
         if kv.shape[2] > 1:
             return torch.cat((rows, kv), dim=2)
         if rows.shape[2] != before:
-            state.exact[:, :, sink : rows.shape[2]] = rows[:, :, sink:].clone()
+            state.exact[:, :, sink : rows.shape[2]] = rows[:, :, sink:]
         state.exact[:, :, rows.shape[2]] = kv[:, :, 0]
         return state.exact[:, :, : rows.shape[2] + 1]
 
@@ -179,6 +180,14 @@ class PackedLayer:
         query fp32 [HK, n, G, D] in base 2; exact: the partial of its exact tokens.
         """
         state = self.states[sequence]
+        # A granule's partial has D + 2 numbers for each query row: long caches take the positions of a chunk in parts.
+        granules = max(1, -(-state.sealed_end // GRANULE_TOKENS))  # of all ranks: they must cut a chunk alike
+        at_once = max(1, PARTIALS_AT_ONCE // (granules * query[:, 0].numel()))
+        if query.shape[1] > at_once:
+            exacts = [Partial(*part) for part in zip(*(t.split(at_once, 1) for t in exact), strict=True)]
+            parts = zip(query.split(at_once, 1), exacts, strict=True)
+            found = [self.sealed_nodes(sequence, *part) for part in parts]
+            return Partial(*(torch.cat(tensors, dim=2) for tensors in zip(*found, strict=True)))
         prepared = self.codec.prepare(query, state.tuning)
         choice = self.codec.choice(state.tuning, exact)
         if self.codec.chooses_globally:

@@ -73,6 +73,11 @@ class Sampler:
         self._warpers = rules.LogitsProcessorList() if self._greedy else _warpers(settings, generate)
         self._rows: dict[int, _Row] = {}
 
+    def begin_turn(self) -> None:
+        """What is counted from the end of the prompt is counted anew; the random streams go on."""
+        for row in self._rows.values():
+            row.processors = None
+
     def pick(self, logits: Tensor, histories: Sequence[list[int]], rows: Sequence[int]) -> list[int]:
         """The next token of each sequence.
 
@@ -86,6 +91,8 @@ class Sampler:
         row = self._rows.get(index)
         if row is None:
             row = self._rows[index] = _Row(self._processors(len(history)), _generator(self._seed, index), self._device)
+        if row.processors is None:
+            row.processors = self._processors(len(history))
         if row.processors:
             logits = row.processors(row.ids(history), logits)
         if self._greedy:
@@ -123,7 +130,7 @@ class Sampler:
 class _Row:
     """What one sequence keeps between picks: its processors, its random stream, and its ids on the device."""
 
-    def __init__(self, processors: rules.LogitsProcessorList, generator: torch.Generator, device: torch.device) -> None:
+    def __init__(self, processors: rules.LogitsProcessorList | None, generator: torch.Generator, device: torch.device) -> None:
         self.processors = processors
         self.generator = generator
         self._buffer = torch.empty(0, dtype=torch.int64, device=device)

@@ -53,7 +53,7 @@ class Bench:
         return self.checked(build(self.asked.config, self.asked.overrides).cache)
 
     def checked(self, cache: CacheConfig) -> CacheConfig:
-        cache.check_depth(self.model_config.num_hidden_layers)
+        cache.check_model(self.model_config.num_hidden_layers, models.head_dim_of(self.model_config))
         return cache
 
     # -- texts

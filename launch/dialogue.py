@@ -29,9 +29,13 @@ class Keyboard:
         return line.rstrip("\r\n") if line else None
 
     def _read(self) -> None:
-        for line in self._source:
-            self._lines.put(line)
-        self._lines.put("")
+        try:
+            if hasattr(self._source, "reconfigure"):
+                self._source.reconfigure(encoding="utf-8", errors="replace")
+            for line in self._source:
+                self._lines.put(line)
+        finally:
+            self._lines.put("")  # the end, also of a source that cannot be read any further
 
 
 def turns(

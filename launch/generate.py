@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     transformers.logging.set_verbosity_error()
     model_config = models.check(config.generate.model, config.parallel.tp)
-    config.cache.check_depth(model_config.num_hidden_layers)
+    config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config))
     mesh = meshes.start(config.parallel)
     run = _Run(asked, config, mesh, models.max_positions_of(model_config))
     try:

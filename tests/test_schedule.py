@@ -100,7 +100,7 @@ def test_bits_or_codec_for_all_drop_the_schedule(tmp_path):
 
 def test_layers_beyond_the_model_are_refused():
     cache = CacheConfig(layers=(LayerConfig((1, 2), key_bits=2),))
-    cache.check_depth(3)
+    cache.check_model(3, 64)
     with pytest.raises(ValueError, match=r"cache\.layers 2: the model has layers 0 to 1"):
         PackedCache(cache, HeadShape(2, 0, 1, 64, torch.float32), 1)
 

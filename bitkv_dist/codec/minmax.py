@@ -22,10 +22,6 @@ class MinMaxCodec(DenseAttention):
         dim = heads.head_dim
         self.value_group = min(config.value_group_channels, dim)
         self.key_group = config.key_group_tokens
-        if dim % self.value_group:
-            raise ValueError(
-                f"cache.value_group_channels {self.value_group}: must divide the head dim {dim}; take {dim & -dim}"
-            )
         shapes = {"K": (self.tokens // self.key_group, dim), "V": (self.tokens, dim // self.value_group)}
         self.layout = RecordLayout(
             *((side + "codes", torch.uint8, (self.tokens, dim * self.bits[side] // 8)) for side in "KV"),

@@ -48,7 +48,7 @@ class PlanesCodec:
         self.noise = {key: lost * self.correction_share if key[0] < key[1] else lost for key, lost in NOISE.items()}
         if not config.correction:
             self.noise = dict.fromkeys(NOISE, 0.0)
-        self.selection = make_selection(config)
+        self.selection = make_selection(config, heads.device)
         self.chooses_globally = config.refines and config.refine.scope == "global"
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -159,12 +159,12 @@ class PlanesCodec:
         return count
 
 
-def make_selection(config: CacheConfig) -> reference.Selection | None:
+def make_selection(config: CacheConfig, device: torch.device) -> reference.Selection | None:
     """The refinement rule of a layer before its prompt has taught it anything; None where all planes are scanned."""
     if not config.refines:
         return None
     rule = config.refine
-    tail = torch.full((1, 1, 1), 1 - rule.value) if rule.rule == "mass" else None
+    tail = torch.full((1, 1, 1), 1 - rule.value, device=device) if rule.rule == "mass" else None
     return reference.Selection(rule.value, rule.min_tokens, rule.granularity == "group", tail)
 
 

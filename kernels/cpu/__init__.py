@@ -1,4 +1,4 @@
-"""CPU kernels in C++ behind ctypes: twins of kernels/reference.py that read the packed pages in place.
+"""CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
 The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-512 VNNI) are compiled side by side and
 chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.

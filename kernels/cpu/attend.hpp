@@ -32,10 +32,10 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
-// Room for one granule and head. Tokens count from the first valid page; [0] scanned, [1] full.
+// Room for one granule and head. Tokens count from the first valid page; the scales are those of the scanned planes.
 struct Work {
     std::vector<const uint8_t*> record;  // of the valid pages
-    std::vector<float> key_scale[2], value_scale[2], key_centroid, value_centroid;
+    std::vector<float> key_scale, value_scale, key_centroid, value_centroid;
     std::vector<int32_t> dots, top, selected, code_sum, integers[2];
     std::vector<float> scores, p, base, weight, product;
     std::vector<int8_t> operands[2];
@@ -48,15 +48,20 @@ inline void load_page_metadata(const Layout& l, const Granule& granule, Work& w)
         if (granule.page_valid[page]) w.record.push_back(granule.records + page * granule.page_stride);
     const int64_t pages = int64_t(w.record.size());
     for (int side = 0; side < 2; ++side) {
-        auto& scales = side == KEYS ? w.key_scale : w.value_scale;
-        float *scan = room(scales[0], pages * l.tokens), *full = room(scales[1], pages * l.tokens);
+        float* scan = room(side == KEYS ? w.key_scale : w.value_scale, pages * l.tokens);
         float* centroid = room(side == KEYS ? w.key_centroid : w.value_centroid, pages * l.dim);
         for (int64_t page = 0; page < pages; ++page) {
             halves_to_floats(w.record[page] + l.scan[side], l.tokens, scan + page * l.tokens);
-            if (l.scan_bits[side] < l.bits[side]) halves_to_floats(w.record[page] + l.full[side], l.tokens, full + page * l.tokens);
             halves_to_floats(w.record[page] + l.centroid[side], l.dim, centroid + page * l.dim);
         }
     }
+}
+
+// The scale of a token's full code: read for refined tokens only.
+inline float full_scale(const Layout& l, Side side, const uint8_t* record, int64_t token) {
+    float scale;
+    halves_to_floats(record + l.full[side] + 2 * token, 1, &scale);
+    return scale;
 }
 
 // The scanned fields of a page that is needed soon.
@@ -67,7 +72,6 @@ inline void prefetch_page(const Layout& l, const uint8_t* record) {
     for (int side = 0; side < 2; ++side) {
         fetch(l.planes[side], l.scan_bits[side] * l.tokens * l.dim / 8);
         fetch(l.scan[side], 2 * l.tokens), fetch(l.centroid[side], 2 * l.dim);
-        if (l.scan_bits[side] < l.bits[side]) fetch(l.full[side], 2 * l.tokens);
     }
 }
 
@@ -105,7 +109,7 @@ inline void score(const Layout& l, const Queries& q, const Refinement& refine, c
     for (int64_t page = 0; page < pages; ++page) {
         if (granule.next) prefetch_page(l, granule.next + page * granule.page_stride);
         scan(l, KEYS, w.record[page], rows.codes, rows.count, w, top + page * P, total);
-        const float *centroid = &w.key_centroid[page * D], *a = &w.key_scale[0][page * P];
+        const float *centroid = &w.key_centroid[page * D], *a = &w.key_scale[page * P];
         for (int64_t r = 0; r < rows.count; ++r) {
             const float *rotated = q.rotated + (rows.first + r) * D, scale = q.scale[rows.first + r], noise = q.norm2[rows.first + r] * refine.scan_noise;
             for (int64_t d = 0; d < D; ++d) product[d] = rotated[d] * centroid[d];
@@ -134,7 +138,7 @@ inline int64_t rescore(const Layout& l, const Queries& q, const Refinement& refi
         for (int64_t i = 0; i < rows.selected; ++i) {
             const int64_t t = list[i];
             const int32_t dot = w.top[r * total + t] * (1 << low[KEYS]) + low_dot(row_of(KEYS, t), low[KEYS], D, rows.codes + r * D);
-            const float integer = float(2 * dot - middle * w.code_sum[r]), a = w.key_scale[1][t];
+            const float integer = float(2 * dot - middle * w.code_sum[r]), a = full_scale(l, KEYS, w.record[t / P], t % P);
             w.scores[r * total + t] = (integer * scale * (a * 0.5f) + noise * (a * a)) + w.base[r * pages + t / P];
         }
     }
@@ -163,7 +167,7 @@ inline float quantize_weights(const float* weights, int64_t tokens, int8_t* oper
 // o += sum over the page of p times value; `at` and `end` bound the part of each list of selected tokens that lies in this page.
 inline void add_values(const Layout& l, int64_t page, const Rows& rows, bool split, const int64_t* at, const int64_t* end, Work& w, float* l_out, float* o) {
     const int64_t P = l.tokens, D = l.dim, total = int64_t(w.record.size()) * P, low = l.bits[VALUES] - l.scan_bits[VALUES];
-    const float *centroid = &w.value_centroid[page * D], *scan_scale = &w.value_scale[0][page * P], *full_scale = &w.value_scale[1][page * P];
+    const float *centroid = &w.value_centroid[page * D], *scan_scale = &w.value_scale[page * P];
     float *weight = room(w.weight, P), *mass = room(w.base, 3 * rows.count), *scale[2] = {mass + rows.count, mass + 2 * rows.count};
     int32_t* offset = room(w.code_sum, 2 * rows.count);
     int8_t* operands[2] = {room(w.operands[0], rows.count * P), room(w.operands[1], rows.count * P)};
@@ -179,7 +183,10 @@ inline void add_values(const Layout& l, int64_t page, const Rows& rows, bool spl
         scale[0][r] = quantize_weights(weight, P, operands[0] + r * P, offset + r) * level_unit(l.scan_bits[VALUES]);
         if (!split) continue;
         std::memset(weight, 0, size_t(P) * sizeof(float));
-        for (int64_t i = at[list]; i < end[list]; ++i) weight[selected[i] - page * P] = p[selected[i] - page * P] * full_scale[selected[i] - page * P];
+        for (int64_t i = at[list]; i < end[list]; ++i) {
+            const int64_t t = selected[i] - page * P;
+            weight[t] = p[t] * full_scale(l, VALUES, w.record[page], t);
+        }
         scale[1][r] = quantize_weights(weight, P, operands[1] + r * P, offset + rows.count + r) * 0.5f;
     }
     for (int pass = 0; pass < (split ? 2 : 1); ++pass) {

@@ -1,4 +1,4 @@
-// Twin of `encode` in kernels/reference.py, bit for bit: the same operations in the same order, no fused multiply-add.
+// Twin of `encode` in kernels/reference, bit for bit: the same operations in the same order, no fused multiply-add.
 #pragma once
 #include <cstring>
 #include <vector>

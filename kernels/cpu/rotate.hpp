@@ -1,4 +1,4 @@
-// The rotation R = (H_{2^a} (x) Q_m) diag(signs) and its inverse, in the order of operations of kernels/reference.py.
+// The rotation R = (H_{2^a} (x) Q_m) diag(signs) and its inverse, in the order of operations of kernels/reference.
 // `lanes` vectors are transformed side by side: x is [D][lanes].
 #pragma once
 #include <cmath>
