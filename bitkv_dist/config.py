@@ -148,8 +148,12 @@ class CacheConfig:
             refine = None
         return replace(self, layers=(), refine=refine, **changed)
 
-    def check_model(self, layers: int, head_dim: int) -> None:
-        """Refuse what a model of `layers` layers and `head_dim` channels per head cannot have."""
+    def check_model(self, layers: int, head_dim: int, positions: int | None = None) -> None:
+        """Refuse what a model of `layers` layers, `head_dim` channels per head and `positions` positions cannot have."""
+        for name in ("sink_tokens", "recent_tokens"):
+            if positions is not None and getattr(self, name) > positions:
+                rule = f"the model has {positions} positions"
+                refuse(self, name, rule, f"take at most {positions}; --kv-bits 16 keeps all tokens exact")
         group = min(self.value_group_channels or 1, head_dim)
         if head_dim % group:
             raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {head_dim & -head_dim}")

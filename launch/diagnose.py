@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     from bitkv_dist.parallel.mesh import start
 
     model_config = models.check(run.generate.model, run.parallel.tp)
-    run.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config))
+    positions = models.max_positions_of(model_config)
+    run.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = start(run.parallel)
     place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
     dtype = getattr(torch, run.generate.dtype) if run.generate.dtype else None

@@ -58,9 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 
     transformers.logging.set_verbosity_error()
     model_config = models.check(config.generate.model, config.parallel.tp)
-    config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config))
+    positions = models.max_positions_of(model_config)
+    config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = meshes.start(config.parallel)
-    run = _Run(asked, config, mesh, models.max_positions_of(model_config))
+    run = _Run(asked, config, mesh, positions)
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
         run.start()
