@@ -66,7 +66,7 @@ def test_an_injected_flip_is_found_and_named(model, tmp_path):
         (["--inject", "1:0"], "--inject 1:0: must name one of 1 ranks"),
         (["--inject", f"0:{LAYERS}"], f"--inject 0:{LAYERS}: must name one of 1 ranks and one of {LAYERS} layers"),
         (["--tp", "2"], "tp 2 x sp world/tp: the product must be the number of ranks, 1"),
-        (["--cache", "--recent-tokens", "4096"], "--cache: needs 4740 positions to seal 4 pages, the model has 2048"),
+        (["--cache", "--recent-tokens", "2048"], "--cache: needs 2692 positions to seal 4 pages, the model has 2048"),
     ],
 )
 def test_what_the_run_cannot_do_is_refused(model, monkeypatch, args, said):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import simulated
 import tiny
 import torch
 from ranks import run_ranks
@@ -419,12 +420,13 @@ def runs(mesh, folder: str) -> dict[str, tuple]:
 
 @pytest.fixture(scope="module")
 def one_rank(folder) -> dict[str, tuple]:
-    return run_ranks(1, runs, folder, timeout_s=120)[0]
+    return simulated.run(1, runs, folder)[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_choice_is_the_same_for_every_number_of_ranks(folder, one_rank, size):
-    for found in run_ranks(size, runs, folder, timeout_s=240):
+@pytest.mark.parametrize(("start", "size"), [(run_ranks, 2), (simulated.run, 3), (simulated.run, 4)], ids=["2", "3", "4"])
+def test_the_choice_is_the_same_for_every_number_of_ranks(folder, one_rank, start, size):
+    """Two real ranks, and more of them in this process."""
+    for found in start(size, runs, folder):
         for case, expected in one_rank.items():
             for part, whole in zip(found[case], expected, strict=True):
                 assert part == whole, case
