@@ -12,15 +12,16 @@ FACT = "\n\nThe pass key is 48213. Remember it. 48213 is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 DEPTHS = (0.1, 0.5, 0.8)
 TOKENS = 3000
+TEXT = "tale.txt"
 
 
-def answers(mesh, depths: tuple[float, ...], all_bits: tuple[int, ...]) -> dict[tuple[int, float], str]:
+def answers(mesh, depths: tuple[float, ...], all_bits: tuple[int, ...], name: str = TEXT) -> dict[tuple[int, float], str]:
     """What comes after the question, by bits and depth."""
     from bitkv_dist import model as models
     from bitkv_dist.engine import Engine
 
     model = models.load("smollm2-135m", dtype=None, device=torch.device("cpu"))
-    text = model.tokenizer((Path(__file__).parent / "data" / "handbook.txt").read_text(encoding="utf-8")).input_ids
+    text = model.tokenizer((Path(__file__).parent / "data" / name).read_text(encoding="utf-8")).input_ids
     fact, question = (model.tokenizer(part).input_ids for part in (FACT, QUESTION))
     filler = text[: TOKENS - len(fact) - len(question)]
     found = {}
