@@ -3,11 +3,9 @@
 # make sanitize   the CPU kernels' tests on a build that checks addresses and undefined behaviour
 #
 # With an NVIDIA GPU nothing in these commands differs: PyPI's build of the pinned torch is the CUDA build, the ranks find
-# their GPUs and talk through nccl. Without one, the same pin also exists as a smaller CPU build; to take it, call
-#     make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# their GPUs and talk through nccl.
 
 PYTHON ?= python3
-TORCH_INDEX ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet
@@ -54,7 +52,7 @@ clean:
 	@touch $@
 
 .venv/.torch: .venv/.created requirements-torch.txt
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -r requirements-torch.txt
+	$(PIP) -r requirements-torch.txt
 	@touch $@
 
 .venv/.requirements: .venv/.torch requirements.txt
