@@ -31,11 +31,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Step:
-    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None."""
+    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None.
+    `decode`: tokens of a model's own, which teach its layers nothing."""
 
     sequences: list[int]
     round: list[tuple[int, int, int] | None] = field(default_factory=list)
     count_reads: bool = False
+    decode: bool = False
 
 
 class PackedCache:

@@ -31,22 +31,29 @@ def probe_ends(tokens: int) -> list[int]:
     return [min(tokens, granules * (i + 1) // count * GRANULE_TOKENS) for i in range(count)]
 
 
-def prompt_probes(state: SequenceState, shape: HeadShape, gather: Callable[[torch.Tensor], torch.Tensor]) -> list[Probe]:
-    """The probes of an exact prefill out of what each rank put into `state.probes`; the same on every rank."""
-    ends = probe_ends(state.length)
+def prompt_probes(
+    state: SequenceState, shape: HeadShape, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> list[tuple[torch.Tensor, int]]:
+    """(query [HK, 1, G, D], tokens so far) of an exact prefill, out of what each rank put into `state.probes`; the same on
+    every rank."""
+    ends = state.probe_ends
     sent = torch.zeros(len(ends), shape.kv_heads, 1, shape.group, shape.head_dim, device=shape.device)
     for row, end in enumerate(ends):
         if end in state.probes:
             sent[row] = state.probes.pop(end)
-    queries = gather(sent).sum(0)  # one rank has a probe, the others sent zeros
-    return [Probe(query, state.sealed_at(end)) for query, end in zip(queries, ends, strict=True)]
+    return list(zip(gather(sent).sum(0), ends, strict=True))  # one rank has a probe, the others sent zeros
 
 
 def chunk_probes(state: SequenceState, query: torch.Tensor) -> list[Probe]:
-    """The probe of a packed prefill's newest chunk, if a granule ends in it; query [HK, n, G, D] of its tokens."""
-    after = state.length % GRANULE_TOKENS  # tokens of the chunk behind that end
+    """The probe of a packed prefill's newest chunk, if a granule ends in it; query [HK, n, G, D] of its tokens.
+
+    How long the prompt will be is not known: beyond PROBES granules every second one is probed, beyond twice as many every
+    fourth, and so on.
+    """
+    granules, after = divmod(state.length, GRANULE_TOKENS)  # `after`: tokens of the chunk behind that end
     last = query.shape[1] - 1 - after
-    return [Probe(query[:, last : last + 1], state.sealed_end)] if last >= 0 else []
+    stride = 1 << max(0, (granules - 1) // PROBES).bit_length()
+    return [Probe(query[:, last : last + 1], state.sealed_end)] if last >= 0 and granules % stride == 0 else []
 
 
 def granule_keys(keys: torch.Tensor, granules: list[int]) -> torch.Tensor:

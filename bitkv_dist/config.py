@@ -33,7 +33,7 @@ class RefineConfig:
     scope: str = "granule"  # granule: chosen inside each 512 tokens | global: among all sealed tokens
     granularity: str = "group"  # group: one set per GQA group | head: one per query head
     min_tokens: int = 1  # at least so many, per granule (or per sequence with scope global)
-    skip_below: float | None = None  # a granule whose best token weighs less than 2^-skip_below of the exact tokens refines nothing
+    skip_below: float | None = None  # a granule with no token above 2^-skip_below of the exact tokens' weight refines nothing
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -156,7 +156,8 @@ class CacheConfig:
                 refuse(self, name, rule, f"take at most {positions}; --kv-bits 16 keeps all tokens exact")
         group = min(self.value_group_channels or 1, head_dim)
         if head_dim % group:
-            raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {head_dim & -head_dim}")
+            most = head_dim & -head_dim
+            raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {most}")
         last = max((layer for entry in self.layers for layer in entry.layers), default=0)
         if last >= layers:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -88,15 +88,31 @@ class Engine:
                 logits = self.append(prompts, on_prefill or ignore)
             else:
                 logits = self.begin(prompts, on_prefill or ignore)
-            result = Result(list(map(len, prompts)), [[] for _ in prompts], [REASONS[LENGTH]] * len(prompts))
-            result.prefill_s = time.perf_counter() - started
-            self.decode(logits, result, on_token, started)
-        return result
+            return self.decode(logits, prompts, on_token, started)
 
-    def begin(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
-        """A new cache filled with the prompts; fp32 logits [sequences, vocab] of their last tokens."""
+    def begin(self, prompts: list[list[int]], progress: prefill.Progress, others: Sequence[Engine] = ()) -> torch.Tensor:
+        """A new cache filled with the prompts; fp32 logits [sequences, vocab] of their last tokens.
+
+        others: engines of the same model whose caches are filled along, which an exact prefill can do at little cost.
+        """
+        for engine in (self, *others):
+            engine.open(prompts)
+        if self.config.prefill == "packed":
+            if others:
+                raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
+            return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
+        caches = [self.cache, *(engine.cache for engine in others)]
+        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress)
+        owners = [
+            placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, self.mesh.sp)
+            for sequence, prompt in enumerate(prompts)
+        ]
+        return self.model.head(self.mesh.gather_sp(last)[owners, list(range(len(prompts)))])
+
+    def open(self, prompts: list[list[int]]) -> None:
+        """An empty cache with room for the prompts, and all that belongs to them."""
         self.check_lengths(prompts, [0] * len(prompts))
-        ranks, rank, chunk = self.mesh.sp, self.mesh.sp_rank, self.config.chunk
+        ranks, rank = self.mesh.sp, self.mesh.sp_rank
         shard = Shard(
             rank, ranks, placement.residue_count(ranks),
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
@@ -109,13 +125,6 @@ class Engine:
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]
         self.reserve(list(map(len, prompts)))
-        if self.config.prefill == "packed":
-            return self.model.head(prefill.packed(self.model, self.cache, prompts, chunk, progress))
-        last = prefill.exact(self.model, self.cache, prompts, self.rounds(prompts), progress)
-        owners = [
-            placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, ranks) for sequence, prompt in enumerate(prompts)
-        ]
-        return self.model.head(self.mesh.gather_sp(last)[owners, list(range(len(prompts)))])
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
@@ -154,13 +163,14 @@ class Engine:
             if not prompt:
                 raise ValueError(f"prompt {sequence}: has no tokens; give some text")
             if held + len(prompt) > self.model.max_positions:
-                raise ValueError(
-                    f"prompt {sequence}: {held + len(prompt)} tokens, but {self.model.name} has {self.model.max_positions} positions; shorten it"
-                )
+                room = f"{self.model.name} has {self.model.max_positions} positions"
+                raise ValueError(f"prompt {sequence}: {held + len(prompt)} tokens, but {room}; shorten it")
 
-    def decode(self, logits: torch.Tensor, result: Result, on_token: OnToken | None, started: float) -> None:
-        """Sample, feed, repeat, until every sequence has ended; fills `result`."""
-        live = list(range(len(result.token_ids)))
+    def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float) -> Result:
+        """Sample, feed, repeat, until every sequence has ended; the prefill is what was done since `started`."""
+        result = Result(list(map(len, prompts)), [[] for _ in prompts], [REASONS[LENGTH]] * len(prompts))
+        result.prefill_s = time.perf_counter() - started
+        live = list(range(len(prompts)))
         for step in range(self.config.max_new_tokens):
             for sequence, (token, state) in zip(live, self.choose(logits, live, result, on_token), strict=True):
                 result.token_ids[sequence].append(token)
@@ -179,6 +189,7 @@ class Engine:
         result.decoded_tokens = sum(map(len, result.token_ids)) - sum(map(bool, result.token_ids))
         if result.decoded_tokens:
             result.decode_s = time.perf_counter() - started - result.first_token_s
+        return result
 
     def choose(self, logits: torch.Tensor, live: list[int], result: Result, on_token: OnToken | None) -> list[tuple[int, int]]:
         """(token, state) of each live sequence: rank 0 decides, all ranks follow."""
@@ -209,7 +220,7 @@ class Engine:
         for sequence in live:
             self.pending[sequence] = []
         rotary = self.model.rotary(hidden, positions)
-        self.cache.step = Step(live, count_reads=True)
+        self.cache.step = Step(live, count_reads=True, decode=True)
         for index in range(self.model.layers):
             hidden = self.model.layer(index, hidden, positions, rotary, self.cache)
         return self.model.head(hidden[:, 0])

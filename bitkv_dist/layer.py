@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,19 +71,29 @@ class PackedLayer:
                 sequence, start, tokens = part
                 self.states[sequence].prompt[:, :, start : start + tokens] = received[:, :, :tokens]
 
-    def begin_prompt(self, sequence: int, tokens: int) -> None:
-        heads = self.cache.heads
+    def begin_prompt(self, sequence: int, tokens: int, others: Sequence[PackedLayer] = ()) -> None:
+        """Room for a prompt's exact keys and values; `others`: the same layer of caches that the prompt fills along."""
+        state, heads = self.states[sequence], self.cache.heads
         shape = (2, heads.kv_heads, tokens, heads.head_dim)
-        self.states[sequence].prompt = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+        state.prompt = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+        learns = any(layer.states[sequence].tuning is not None for layer in (self, *others))
+        state.probe_ends = probe_ends(tokens) if learns else []
 
-    def finish_prompt(self, sequence: int) -> None:
+    def finish_prompt(self, sequence: int, others: Sequence[PackedLayer] = ()) -> None:
         """Seal the prompt's pages, keep its sink and recent window, drop the rest."""
         state = self.states[sequence]
         prompt, state.prompt = state.prompt, None
+        probes = prompt_probes(state, self.cache.heads, self.cache.shard.gather) if state.probe_ends else []
+        for layer in (self, *others):
+            layer.take_prompt(sequence, prompt, probes)
+
+    def take_prompt(self, sequence: int, prompt: torch.Tensor, probes: list[tuple[torch.Tensor, int]]) -> None:
+        """A prompt's exact keys and values [2, HK, T, D], and what a layer that learns from it needs."""
+        state = self.states[sequence]
         state.length = prompt.shape[2]
         self.keep(sequence, self.seal_due(sequence, state.length, prompt))
         if state.tuning is not None:
-            self.calibrate(sequence, prompt_probes(state, self.cache.heads, self.cache.shard.gather), prompt[0])
+            self.calibrate(sequence, [Probe(query, state.sealed_at(end)) for query, end in probes], prompt[0])
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
         """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
@@ -158,7 +168,7 @@ class PackedLayer:
         """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]."""
         sequence, start, tokens = self.cache.step.round[self.cache.shard.rank]
         state, end = self.states[sequence], start + tokens
-        if state.tuning is not None and end in probe_ends(state.prompt.shape[2]):
+        if end in state.probe_ends:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return causal_attention(q, *state.prompt[:, :, :end], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
@@ -168,9 +178,9 @@ class PackedLayer:
         state = self.states[sequence]
         if self.cache.step.count_reads:
             self.cache.count_exact(rows)
+        if state.tuning is not None and not self.cache.step.decode:
+            self.calibrate(sequence, chunk_probes(state, query))
         if query.shape[1] > 1:
-            if state.tuning is not None:
-                self.calibrate(sequence, chunk_probes(state, query))
             self.keep(sequence, self.seal_due(sequence, state.length, rows))
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
 
@@ -224,9 +234,17 @@ class PackedLayer:
         Exchanges the keys of each rank's best tokens, as many as are refined in all; for groups, each head's mass before.
         """
         state, shard = self.states[sequence], self.cache.shard
+
+        def counted(queries: int, records: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """The block, when it is scanned once more than attention does."""
+            if self.cache.step.count_reads:
+                self.cache.reads.bits += self.codec.scan_cost(valid, queries)
+            return records, valid
+
         log_sum_exp = None
         if self.codec.selection.group:
-            nodes = self.nodes(state, (*heads, 0), state.sealed_end, lambda *block: self.codec.mass(query, *block[:2]))
+            mass = lambda records, valid, _: self.codec.mass(query, *counted(heads[1], records, valid))  # noqa: E731
+            nodes = self.nodes(state, (*heads, 0), state.sealed_end, mass)
             root = shard.reduce([nodes], [sequence])[0]
             log_sum_exp = root.m + torch.log2(root.l)
         count = self.codec.refined_of(state.sealed_end - state.sink)
@@ -237,7 +255,7 @@ class PackedLayer:
             some = query.at(rows)
             ranking = Ranking(some.scale.shape, count, None if log_sum_exp is None else log_sum_exp[:, rows], some.scale.device)
             for records, valid, granules in state.granules(self.granules_at_once(some.scale.shape)):
-                ranking.add(self.codec.scan(some, records, valid), granules)
+                ranking.add(self.codec.scan(some, *counted(some.scale.shape[1], records, valid)), granules)
             cuts.append(ranking.cut(shard.gather(ranking.best)))
         return Whole(log_sum_exp, torch.cat(cuts, dim=1))
 

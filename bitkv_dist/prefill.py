@@ -20,14 +20,16 @@ def run_layer(model: ServedModel, cache: PackedCache, layer: int, hidden: torch.
 
 
 def exact(
-    model: ServedModel, cache: PackedCache, prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress
+    model: ServedModel, caches: list[PackedCache], prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress
 ) -> torch.Tensor:
     """Walk the layers, not the prompt: all chunks go through a layer with its exact keys, then its pages are sealed.
 
     rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token
-    ever sees a quantised key. Memory: hidden states of this rank's chunks and the keys and values of one layer.
+    ever sees a quantised key, so one walk fills all `caches`. Memory: hidden states of this rank's chunks and the keys and
+    values of one layer.
     Returns hidden [sequences, E] of the last tokens; only the rows whose last chunk is this rank's are filled.
     """
+    cache = caches[0]
     rank = cache.shard.rank
     total = sum(map(len, prompts))
     hidden = {
@@ -35,9 +37,9 @@ def exact(
         for parts in rounds
         if (part := parts[rank])
     }
-    for index, layer in enumerate(cache.layers):
+    for index, (layer, *others) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         for sequence, prompt in enumerate(prompts):
-            layer.begin_prompt(sequence, len(prompt))
+            layer.begin_prompt(sequence, len(prompt), others)
         for turn, parts in enumerate(rounds):
             own = parts[rank]
             cache.step = Step([own[0]] if own else [], round=parts)
@@ -47,7 +49,7 @@ def exact(
                 layer.receive(None)
             progress(total * (index * len(rounds) + turn + 1) / (len(rounds) * len(cache.layers)), total)
         for sequence in range(len(prompts)):
-            layer.finish_prompt(sequence)
+            layer.finish_prompt(sequence, others)
     last = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.dtype, device=model.device)
     for (sequence, start, tokens), states in hidden.items():
         if start + tokens == len(prompts[sequence]):

@@ -24,7 +24,9 @@ class SequenceState:
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
         self.tuning = tuning
-        self.probes: dict[int, torch.Tensor] = {}  # exact prefill: tokens so far -> query [HK, 1, G, D], base 2
+        # Of an exact prefill: after how many tokens a query teaches, and those queries [HK, 1, G, D] in base 2.
+        self.probe_ends: list[int] = []
+        self.probes: dict[int, torch.Tensor] = {}
 
     def sealed_at(self, length: int) -> int:
         """`sealed_end` of `length` tokens. The newest one is always exact: a step seals before it has stored its own."""

@@ -45,26 +45,27 @@ def ppl(bench: Bench) -> None:
 
 
 def retrieval(bench: Bench) -> None:
-    """A cell is a column, a context, a depth and a kind of question; each of its prompts is read once."""
+    """A cell is a column, a context, a depth and a kind of question; the columns that miss a prompt read it together."""
     asked, caches, path = bench.asked, bench.columns(), bench.text()
     columns = {f"codec {name}": asdict(cache) for name, cache in caches.items()}
     settings = columns | {"text": bench.digest(path), "trials": asked.trials}
     ledger = bench.ledger(("codec", "context", "depth", "task"), settings)
     check_riddles(bench)
-    cells = list(itertools.product(caches, asked.context, asked.depths, asked.kinds))
-    missing = [cell for cell in cells if ledger.find(*cell) is None]
+    questions = list(itertools.product(asked.context, asked.depths, asked.kinds))
+    missing = {question: [name for name in caches if ledger.find(name, *question) is None] for question in questions}
+    missing = {question: names for question, names in missing.items() if names}
     text = read_prompt_file(str(path))
-    prompts = {
-        cell: [riddles.make_prompt(bench.tokenizer, text, cell[2], *cell[:2], trial) for trial in range(asked.trials)]
-        for cell in dict.fromkeys((context, depth, kind) for _, context, depth, kind in missing)
-    }
-    engines: dict[str, Engine] = {}
-    for turn, (codec, context, depth, kind) in enumerate(missing, 1):
-        if codec not in engines:
-            engines = {codec: Engine(bench.model, caches[codec], bench.mesh, riddles.ANSWER)}
-        progress = bench.progress(f"{turn} of {len(missing)}: {codec}, {kind} at {depth:g} of {context}")
-        right = [riddles.answer(engines[codec], prompt, progress) for prompt in prompts[context, depth, kind]]
-        ledger.add([{"codec": codec, "context": context, "depth": depth, "task": kind, "score": sum(right) / len(right)}])
+    for turn, ((context, depth, kind), names) in enumerate(missing.items(), 1):
+        engines = [Engine(bench.model, caches[name], bench.mesh, riddles.ANSWER) for name in names]
+        progress = bench.progress(f"{turn} of {len(missing)}: {kind} at {depth:g} of {context}, {len(names)} columns")
+        right = dict.fromkeys(names, 0)
+        for trial in range(asked.trials):
+            prompt = riddles.make_prompt(bench.tokenizer, text, kind, context, depth, trial)
+            for name, found in zip(names, riddles.answers(engines, prompt, progress), strict=True):
+                right[name] += found
+        cell = {"context": context, "depth": depth, "task": kind}
+        ledger.add({"codec": name} | cell | {"score": count / asked.trials} for name, count in right.items())
+    cells = itertools.product(caches, *map(dict.fromkeys, (asked.context, asked.depths, asked.kinds)))
     tables.show_retrieval([ledger.find(*cell) for cell in cells], asked.depths, bench.run.cache)
 
 

@@ -16,7 +16,8 @@ def disagreements(mesh):
     from bitkv_dist.kernels import dispatch
 
     rank = mesh.world.rank
-    model = SimpleNamespace(fingerprint=2**64 - 1, layers=LAYERS, kv_heads=2, head_dim=80, dtype=torch.float32, device=torch.device("cpu"))
+    shape = {"layers": LAYERS, "kv_heads": 2, "head_dim": 80, "dtype": torch.float32, "device": torch.device("cpu")}
+    model = SimpleNamespace(fingerprint=2**64 - 1, **shape)
     digest = require(mesh, model, CacheConfig())
     seed = compare(mesh, model, CacheConfig(seed=int(rank == 2)))
     flip = compare(mesh, model, CacheConfig(), flip_word_of_layer=1 if rank == 0 else None)

@@ -124,10 +124,10 @@ def test_retrieval_rows_and_table(run):
     out, found = run(*argv, "--compare", "exact,1bit")
     assert [tuple(row.values()) for row in found["rows"]] == [
         (codec, context, depth, kind, 0.0)  # random weights know nothing
-        for codec in ("exact", "1bit")
         for context in (500, 700)
         for depth in (0.2, 0.8)
         for kind in ("passkey", "keyvalue")
+        for codec in ("exact", "1bit")  # the columns read a prompt together
     ]
     assert list(found["rows"][0]) == ["codec", "context", "depth", "task", "score"]
     assert "0.2" in out and "0.8" in out and out.count("keyvalue") == 4

@@ -11,17 +11,18 @@ from ranks import run_ranks
 
 from bitkv_dist import model
 from bitkv_dist.cache import PackedCache, Step
-from bitkv_dist.calibration import PROBES, probe_ends
+from bitkv_dist.calibration import PROBES, chunk_probes, probe_ends
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import NOISE
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.codec.tuning import SLOPE, TAIL, Tuning
-from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig, RefineConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.reference import Selection, Whole
 from bitkv_dist.partial import Partial
 from bitkv_dist.report import report
+from bitkv_dist.sequence import SequenceState
 
 SCORES = (3, 2, 2, 3, 512)  # n, HK, Q, G, T
 
@@ -151,6 +152,22 @@ def test_global_takes_the_best_of_the_whole_sequence(group, ranks, rounded):
         expected[in_order(ranked[index].double().numpy())[:count]] = True
         for head in flat[index[:2]] if group else [flat[index]]:
             assert head.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("granularity", "further_scans"), [("group", 2), ("head", 1)])
+def test_global_counts_every_scan(granularity, further_scans):
+    """Groups are weighed and ranked before they are attended to, heads only ranked: the key plane is read each time."""
+    read = {}
+    for scope in ("granule", "global"):
+        q, k, v = peaked(1200)
+        cache = prefilled(config_with(scope=scope, granularity=granularity), q, k, v)
+        decode(cache, q[:, :, :4], k[:, :, :4], v[:, :, :4])
+        read[scope] = cache.reads
+    low_bits = 3 * 64 + 16  # of one side of a refined token
+    bits = {scope: reads.bits - reads.refined * 2 * low_bits for scope, reads in read.items()}
+    assert read["global"].scanned == read["granule"].scanned
+    key_bits = 64 + 16 + 64 * 16 / 128  # plane, scale, centroid
+    assert bits["global"] - bits["granule"] == further_scans * read["global"].scanned * key_bits
 
 
 def test_global_may_choose_nothing():
@@ -359,6 +376,29 @@ def test_a_packed_prefill_learns_at_every_end_of_a_granule():
         tuning = prefilled(config_with("fitted"), *peaked(tokens), exact=False).layers[0].states[0].tuning
         assert len(tuning.probes[SLOPE]) == len(tuning.probes[TAIL]) == probes
         assert (tuning.factor is None) == (probes == 0)
+
+
+def test_single_tokens_of_a_prompt_teach_and_a_models_own_do_not():
+    q, k, v = peaked(1100)
+    config = config_with("fitted")
+    cache = PackedCache(config, HeadShape(1, 0, k.shape[1], k.shape[3], torch.float32, group=3), 1)
+    for decode, tokens in ((False, range(1100)), (True, range(600))):  # both pass the ends of granules
+        for t in tokens:
+            cache.step = Step([0], decode=decode)
+            cache.update(k[:, :, t : t + 1], v[:, :, t : t + 1], 0)[0].attend(q[:, :, t : t + 1], 64**-0.5)
+        assert len(cache.layers[0].states[0].tuning.probes[SLOPE]) == 2
+
+
+def test_probes_of_long_packed_prompts_are_spread():
+    state = SequenceState(CacheConfig(), HeadShape(1, 0, 1, 64, torch.float32), 64, None)
+    query = torch.zeros(1, 512, 1, 64)
+    probed = []
+    for granule in range(1, 2049):  # a million tokens
+        state.length = granule * GRANULE_TOKENS
+        probed += [granule] * len(chunk_probes(state, query))
+    assert probed[:18] == [*range(1, 17), 18, 20] and probed[-1] == 2048 and len(probed) == 16 + 8 * 7
+    state.length = 2048 * GRANULE_TOKENS + 5
+    assert not chunk_probes(state, query[:, :5])
 
 
 def test_fitted_scores_are_closer_to_the_truth():

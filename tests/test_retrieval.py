@@ -1,6 +1,7 @@
 """Retrieval prompts: as long as asked for, facts where asked for, one right answer; and answers judged by the first number."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import tiny
 import torch
 
 from bitkv_dist import model as models
-from bitkv_dist.config import CacheConfig, ParallelConfig
+from bitkv_dist.config import CacheConfig, ParallelConfig, RefineConfig, build
 from bitkv_dist.engine import Engine
-from bitkv_dist.evaluate.retrieval import ANSWER, TASKS, Prompt, answer, make_prompt
+from bitkv_dist.evaluate.retrieval import ANSWER, TASKS, Prompt, answers, make_prompt
 from bitkv_dist.parallel import mesh as meshes
 
 TALE = (Path(__file__).parent / "data" / "tale.txt").read_text()
@@ -86,34 +87,46 @@ def test_the_first_number_is_the_answer(model, said, right):
         def __init__(self):
             self.model = model
 
-        def generate(self, prompts, on_token, progress):
+        def begin(self, prompts, progress, others):
+            return None
+
+        def decode(self, logits, prompts, on_token, started):
             for token in model.tokenizer(said).input_ids:
                 if on_token(0, token):
                     break
 
-    assert answer(Parrot(), Prompt([1], "48213")) is right
+    assert answers([Parrot()], Prompt([1], "48213")) == [right]
 
 
-def test_a_real_engine_reads_the_prompt_once(model, mesh):
-    engine = Engine(model, EXACT, mesh, ANSWER)
-    prompt = make_prompt(model.tokenizer, TALE, "passkey", 600, 0.5)
+def test_real_engines_read_the_prompt_once_and_go_on_as_each_alone(model, mesh):
+    """Layers that learn from the prompt get its probes, whoever leads."""
+    configs = {name: build(name, {}).cache for name in ("tiered4", "exact", "1bit", "minmax2")}
+    configs["fitted"] = replace(configs["tiered4"], score="fitted")
+    configs["mass"] = replace(configs["tiered4"], refine=RefineConfig(rule="mass", value=0.9))
+    prompt = make_prompt(model.tokenizer, TALE, "passkey", 1500, 0.5)
+    engines = {name: Engine(model, config, mesh, ANSWER) for name, config in configs.items()}
     seen = []
-    assert answer(engine, prompt, lambda done, total: seen.append((done, total))) is False  # random weights
-    assert seen[-1] == (600, 600)
-    said = engine.histories[0][600:]
-    assert 0 < len(said) <= ANSWER.max_new_tokens and engine.histories[0][:600] == prompt.ids
+    assert answers(list(engines.values()), prompt, lambda done, total: seen.append((done, total))) == [False] * len(configs)
+    assert seen[-1] == (1500, 1500) and sorted(seen) == seen
+    for name, config in configs.items():
+        alone = Engine(model, config, mesh, ANSWER)
+        assert answers([alone], prompt) == [False]  # random weights
+        assert engines[name].cache_digest() == alone.cache_digest()
+        assert engines[name].histories == alone.histories
+        assert 1500 < len(alone.histories[0]) <= 1500 + ANSWER.max_new_tokens and alone.histories[0][:1500] == prompt.ids
+
+
+def test_a_packed_prefill_cannot_be_shared(model, mesh):
+    engines = [Engine(model, EXACT, mesh, replace(ANSWER, prefill="packed")) for _ in range(2)]
+    with pytest.raises(ValueError, match="prefill packed: depends on the cache"):
+        answers(engines, Prompt([1] * 600, "48213"))
 
 
 @pytest.mark.slow
 def test_smollm2(mesh):
     """The exact cache answers, tiered4 answers as it does."""
-    from bitkv_dist.config import build
-
     served = models.load("smollm2-135m", dtype=None, device=torch.device("cpu"))
     text = (Path(__file__).parent / "data" / "handbook.txt").read_text()
-    found = {}
-    for name in ("exact", "tiered4"):
-        engine = Engine(served, build(name, {}).cache, mesh, ANSWER)
-        prompts = [make_prompt(served.tokenizer, text, "passkey", 2000, depth) for depth in (0.2, 0.5, 0.8)]
-        found[name] = [answer(engine, prompt) for prompt in prompts]
-    assert found == {"exact": [True] * 3, "tiered4": [True] * 3}
+    engines = [Engine(served, build(name, {}).cache, mesh, ANSWER) for name in ("exact", "tiered4")]
+    for depth in (0.2, 0.5, 0.8):
+        assert answers(engines, make_prompt(served.tokenizer, text, "passkey", 2000, depth)) == [True, True]

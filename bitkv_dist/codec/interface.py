@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default=torch.device("cpu"))
     group: int | None = None  # query heads per KV head, for codecs that learn from an exact prefill
 
 

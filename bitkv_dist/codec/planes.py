@@ -46,6 +46,9 @@ class PlanesCodec:
         self.signs = {side: layer_signs(config.seed, layer, *own, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.correction_share = TAIL_CORRECTION if config.key_scan_bits < config.key_bits else 1.0
         self.noise = {key: lost * self.correction_share if key[0] < key[1] else lost for key, lost in NOISE.items()}
+        if config.score == "unbiased":
+            # The sign plane's unbiased scale is 1 + r^2 / (D a^2) times the least-squares one that NOISE counts in.
+            self.noise |= {(1, bits): self.noise[1, bits] / (1 + NOISE[1, bits]) ** 2 for bits in (1, 2, 3, 4, 8)}
         if not config.correction:
             self.noise = dict.fromkeys(NOISE, 0.0)
         self.selection = make_selection(config, heads.device)
@@ -124,6 +127,12 @@ class PlanesCodec:
         m, l = reference.peak_and_mass(self.scan(query, records, page_valid))
         return Partial(m, l, m.new_empty(*m.shape, 0))
 
+    def scan_cost(self, page_valid: torch.Tensor, queries: int) -> int:
+        """Bits that `scan` or `mass` reads of so many valid pages: key planes, scan scales and centroids."""
+        fields = self.layout.fields
+        key_bytes = sum(fields["K" + name].bytes for name in ("planes", "scan", "centroid"))
+        return int(page_valid.sum()) * self.heads.kv_heads * queries * key_bytes * 8
+
     def refined_of(self, sealed_tokens: int) -> int:
         """How many tokens of so many the rule refines."""
         return int(reference.share_counts(torch.tensor(sealed_tokens), self.selection))
@@ -171,9 +180,13 @@ def make_selection(config: CacheConfig, device: torch.device) -> reference.Selec
 def page_layout(config: CacheConfig, dim: int) -> RecordLayout:
     """The record of one page of one KV head: scanned planes, scales, low bits, centroids; keys before values."""
     tokens = config.page_tokens
-    parts = {"K": (config.key_bits, config.key_scan_bits, (dim // 4, tokens // 8)), "V": (config.value_bits, config.value_scan_bits, (tokens // 4, dim // 8))}
+    parts = {
+        "K": (config.key_bits, config.key_scan_bits, (dim // 4, tokens // 8)),
+        "V": (config.value_bits, config.value_scan_bits, (tokens // 4, dim // 8)),
+    }
+    below = {side: bits - scan for side, (bits, scan, _) in parts.items() if scan < bits}
     planes = [(side + "planes", torch.int32, (scan, *words)) for side, (_, scan, words) in parts.items()]
     scales = [(side + "scan", torch.float16, (tokens,)) for side in parts]
-    fulls = [(side + "full", torch.float16, (tokens,)) for side, (bits, scan, _) in parts.items() if scan < bits]
-    lows = [(side + "low", torch.uint8, (tokens, (bits - scan) * dim // 8)) for side, (bits, scan, _) in parts.items() if scan < bits]
+    fulls = [(side + "full", torch.float16, (tokens,)) for side in below]
+    lows = [(side + "low", torch.uint8, (tokens, low * dim // 8)) for side, low in below.items()]
     return RecordLayout(*planes, *scales, *fulls, *lows, *((side + "centroid", torch.float16, (dim,)) for side in parts))

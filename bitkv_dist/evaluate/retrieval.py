@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from bitkv_dist.config import GenerateConfig
@@ -100,15 +102,23 @@ def sentence_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], depth: floa
     return place
 
 
-def answer(engine: Engine, prompt: Prompt, progress: Progress = lambda done, total: None) -> bool:
-    """Whether the engine (whose config should be ANSWER) continues the prompt with the right number, greedily."""
-    tokenizer = engine.model.tokenizer
-    said: list[int] = []
+def answers(engines: list[Engine], prompt: Prompt, progress: Progress = lambda done, total: None) -> list[bool]:
+    """Whether each of the engines (of one model, whose config should be ANSWER) continues the prompt with the right number,
+    greedily. The prompt is read once for all of them."""
+    first, *others = engines
+    with torch.inference_mode():
+        logits = first.begin([prompt.ids], progress, others)
+        return [continues(engine, logits, prompt) for engine in engines]
+
+
+def continues(engine: Engine, logits: torch.Tensor, prompt: Prompt) -> bool:
+    """Whether the engine, which holds the prompt, goes on from `logits` with its answer."""
+    tokenizer, said = engine.model.tokenizer, []
 
     def number_has_ended(sequence: int, token: int) -> bool:
         said.append(token)
         return re.search(r"\d\D", tokenizer.decode(said)) is not None
 
-    engine.generate([prompt.ids], number_has_ended, progress)
+    engine.decode(logits, [prompt.ids], number_has_ended, time.perf_counter())
     found = re.search(r"\d+", tokenizer.decode(said))
     return found is not None and found.group() == prompt.answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,9 +48,9 @@ class TracedLayer(PackedLayer):
         self.scaling = scaling
         return super().attend(q, scaling)
 
-    def finish_prompt(self, sequence: int) -> None:
+    def finish_prompt(self, sequence: int, others: Sequence[PackedLayer] = ()) -> None:
         k, v = self.states[sequence].prompt
-        super().finish_prompt(sequence)
+        super().finish_prompt(sequence, others)
         self.visit(Trace(self, self.q, k, v, self.scaling))
 
 
@@ -68,4 +68,4 @@ def trace(model: ServedModel, config: CacheConfig, ids: list[int], visit: Callab
     codecs = [make(config.for_layer(index), heads, index) for index in range(model.layers)]
     cache.layers = [TracedLayer(cache, index, codec, visit) for index, codec in enumerate(codecs)]
     chunks = [[(0, start, min(GRANULE_TOKENS, len(ids) - start))] for start in range(0, len(ids), GRANULE_TOKENS)]
-    exact(model, cache, [ids], chunks, progress)
+    exact(model, [cache], [ids], chunks, progress)
