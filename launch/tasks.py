@@ -55,12 +55,18 @@ def retrieval(bench: Bench) -> None:
     missing = {question: [name for name in caches if ledger.find(name, *question) is None] for question in questions}
     missing = {question: names for question, names in missing.items() if names}
     text = read_prompt_file(str(path))
-    for turn, ((context, depth, kind), names) in enumerate(missing.items(), 1):
+    prompts = {
+        (context, depth, kind): [
+            riddles.make_prompt(bench.tokenizer, text, kind, context, depth, trial) for trial in range(asked.trials)
+        ]
+        for context, depth, kind in missing
+    }  # all of them before a model is loaded: one may not fit
+    for turn, (question, names) in enumerate(missing.items(), 1):
+        context, depth, kind = question
         engines = [Engine(bench.model, caches[name], bench.mesh, riddles.ANSWER) for name in names]
         progress = bench.progress(f"{turn} of {len(missing)}: {kind} at {depth:g} of {context}, {len(names)} columns")
         right = dict.fromkeys(names, 0)
-        for trial in range(asked.trials):
-            prompt = riddles.make_prompt(bench.tokenizer, text, kind, context, depth, trial)
+        for prompt in prompts[question]:
             for name, found in zip(names, riddles.answers(engines, prompt, progress), strict=True):
                 right[name] += found
         cell = {"context": context, "depth": depth, "task": kind}
