@@ -9,6 +9,7 @@ import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.partial import Partial, root
 
@@ -31,11 +32,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Step:
-    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None."""
+    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None.
+    `views`: of a decode step, what each sequence's query sees, for all layers; filled by the first."""
 
     sequences: list[int]
     round: list[tuple[int, int, int] | None] = field(default_factory=list)
     count_reads: bool = False
+    views: dict[int, View] = field(default_factory=dict)
 
 
 class PackedCache:
