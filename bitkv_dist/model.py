@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from bitkv_dist import attention, checkpoint
+from bitkv_dist import attention, checkpoint, decoder
 
 SERVED = {
     "llama": "LlamaForCausalLM",
@@ -54,6 +54,7 @@ class ServedModel:
     local_kv_heads: int
     first_kv_head: int
     max_positions: int
+    decoder: decoder.Decoder | None = None  # decode steps by our own kernels; None: by the module's layers
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -86,6 +87,17 @@ class ServedModel:
             past_key_values=cache,
             position_embeddings=position_embeddings,
         )
+
+    @torch.no_grad()
+    def step(self, ids: torch.Tensor, position_ids: torch.Tensor, cache) -> torch.Tensor:
+        """One token of each sequence of `cache.step` through all layers: ids, position_ids [b, 1] -> fp32 logits [b, vocabulary]."""
+        if self.decoder is not None:
+            return self.decoder.step(ids, position_ids, cache)
+        hidden = self.embed(ids)
+        rotary = self.rotary(hidden, position_ids)
+        for index in range(self.layers):
+            hidden = self.layer(index, hidden, position_ids, rotary, cache)
+        return self.head(hidden[:, 0])
 
     @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,6 +143,7 @@ def load(
         _shard(module, tp_mesh)
     module.to(device)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    decodes = decoder.unserved(config, dtype, device, tp) is None
     return ServedModel(
         name=source,
         config=module.config,
@@ -148,6 +161,7 @@ def load(
         local_kv_heads=kv_heads // tp,
         first_kv_head=tp_rank * (kv_heads // tp),
         max_positions=max_positions_of(config),
+        decoder=decoder.Decoder(module, head_dim_of(config)) if decodes else None,
     )
 
 
