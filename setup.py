@@ -20,7 +20,7 @@ for name in MAPPED:
 # The CPU kernels are compiled once per instruction set, side by side; the library picks one at run time. No fused multiply-add:
 # encoding must give the same bytes everywhere.
 CPU_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
-CPU_SOURCES = {"api.cpp": [], "portable.cpp": []}
+CPU_SOURCES = {"api.cpp": [], "decoder.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
     CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mf16c"]
@@ -45,7 +45,7 @@ class BuildKernels(build_ext):
                 objects += self.compiler.compile(
                     [f"kernels/cpu/{source}"], self.build_temp, extra_postargs=CPU_FLAGS + flags, depends=ext.depends
                 )
-            # api and portable come first: of a function that several of them hold, the linker keeps the one that runs
+            # Those without flags come first: of a function that several of them hold, the linker keeps the one that runs
             # everywhere.
             self.compiler.link_shared_object(
                 objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"

@@ -9,6 +9,7 @@ import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.partial import Partial, root
 
@@ -32,12 +33,14 @@ class Shard:
 @dataclass(frozen=True)
 class Step:
     """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None.
-    `decode`: tokens of a model's own, which teach its layers nothing."""
+    `decode`: tokens of a model's own, which teach its layers nothing. `views`: of a decode step, what each sequence's query
+    sees, for all layers; filled by the first."""
 
     sequences: list[int]
     round: list[tuple[int, int, int] | None] = field(default_factory=list)
     count_reads: bool = False
     decode: bool = False
+    views: dict[int, View] = field(default_factory=dict)
 
 
 class PackedCache:

@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import importlib.util
+import json
 import mmap
 import os
 import shutil
@@ -22,8 +23,10 @@ from unittest import mock
 from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, modeling_gguf_pytorch_utils
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
 # (what is being done, steps done, steps in all): how a long conversion tells its caller where it is, so that only the
@@ -102,6 +105,26 @@ def localise(source: str, progress: Progress | None = None) -> Path | str:
     if isinstance(place, Path) and place.suffix == ".gguf":
         return _convert_once(place, progress)
     return place
+
+
+def stored_in_bfloat16(place: Path | str) -> bool:
+    """Whether every tensor of a localised source is bfloat16, so that keeping it so rounds nothing. False: not all, or not
+    safetensors."""
+
+    def find(name: str) -> str | None:
+        return cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+
+    with quiet(), _one_line(str(place), "its weights cannot be found"):
+        names = [SAFE_WEIGHTS_NAME]
+        if find(SAFE_WEIGHTS_NAME) is None and (index := find(SAFE_WEIGHTS_INDEX_NAME)):
+            names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [find(name) for name in names]
+    return all(file is not None and _only_bfloat16(file) for file in files)
+
+
+def _only_bfloat16(file: str) -> bool:
+    with safe_open(file, "pt") as opened:
+        return all(opened.get_slice(name).get_dtype() == "BF16" for name in opened.keys())  # noqa: SIM118 (not a dict)
 
 
 def read_tokenizer(place: Path | str):

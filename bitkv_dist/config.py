@@ -19,6 +19,7 @@ LANES = 256  # leaves of the merge tree: a constant of the format, and the large
 
 STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "model", "bfloat16")
 _CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers")
 
 
@@ -216,6 +217,7 @@ class GenerateConfig:
 
     model: str = "smollm2-135m"  # built-in name, directory, .gguf file or hub id
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
+    weights: str = "auto"  # kept in: model = dtype | bfloat16, computing in dtype | auto = bfloat16 where that rounds nothing
     prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
@@ -236,6 +238,7 @@ class GenerateConfig:
             refuse(self, "model", "must name a model", "give a built-in name, a directory, a .gguf file or a hub id")
         if self.dtype is not None:
             one_of(self, "dtype", DTYPES)
+        one_of(self, "weights", WEIGHTS)
         one_of(self, "prefill", ("exact", "packed"))
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)

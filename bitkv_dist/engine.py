@@ -216,14 +216,11 @@ class Engine:
     def step(self, live: list[int]) -> torch.Tensor:
         """Feed the pending token of each live sequence through all layers; fp32 logits [live, vocab]."""
         positions = torch.tensor([[self.cache.length(sequence)] for sequence in live], device=self.model.device)
-        hidden = self.model.embed(torch.tensor([self.pending[sequence] for sequence in live], device=self.model.device))
+        ids = torch.tensor([self.pending[sequence] for sequence in live], device=self.model.device)
         for sequence in live:
             self.pending[sequence] = []
-        rotary = self.model.rotary(hidden, positions)
         self.cache.step = Step(live, count_reads=True, decode=True)
-        for index in range(self.model.layers):
-            hidden = self.model.layer(index, hidden, positions, rotary, self.cache)
-        return self.model.head(hidden[:, 0])
+        return self.model.step(ids, positions, self.cache)
 
     def warm_up(self) -> None:
         """Run a short prompt per sequence rank and one step, so that first-call costs stay out of the timing."""

@@ -155,6 +155,8 @@ class PackedLayer:
             out = self.attend_prompt(grouped[0], scaling)
         else:
             queries = base2(grouped, scaling)  # [rows, HK, n, G, D]
+            if q.shape[2] == 1 and self.codec.fused:
+                return self.attend_step(queries).to(q.dtype)
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
             nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
             roots = self.cache.shard.reduce(nodes, step.sequences)
@@ -163,6 +165,27 @@ class PackedLayer:
             self.rows = []
         self.cache.finite[self.index] &= torch.isfinite(out).all()
         return out.to(q.dtype)
+
+    def attend_step(self, queries: torch.Tensor) -> torch.Tensor:
+        """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D], in few calls: see Codec.fused."""
+        step, shard = self.cache.step, self.cache.shard
+        seen = []
+        for sequence, query, rows in zip(step.sequences, queries, self.rows, strict=True):
+            state = self.states[sequence]
+            if sequence not in step.views:
+                step.views[sequence] = state.view(shard.nodes, query.shape[2])
+            exact, nodes, reads = self.codec.see(step.views[sequence], query, rows, state.sealed.slabs)
+            seen.append((exact, nodes))
+            if step.count_reads:
+                self.cache.count_exact(rows)
+                self.cache.reads.add(reads)
+        roots = shard.reduce([nodes for _, nodes in seen], step.sequences)
+        out = torch.empty(len(seen), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
+        for root, (exact, _), row in zip(roots, seen, out, strict=True):
+            if not self.codec.conclude(root, exact, row):
+                self.cache.finite[self.index] = False
+        self.rows = []
+        return out
 
     def attend_prompt(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
         """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]."""

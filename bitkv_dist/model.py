@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from bitkv_dist import attention, checkpoint
+from bitkv_dist.decoder import Decoder, unserved
+from bitkv_dist.widened import Widened
 
 SERVED = {
     "llama": "LlamaForCausalLM",
@@ -54,11 +56,18 @@ class ServedModel:
     local_kv_heads: int
     first_kv_head: int
     max_positions: int
+    decoder: Decoder | None = None  # decode steps by our own kernels; None: by the module's layers
+    widened: Widened | None = None  # the module's weights in `dtype`, where they are kept in another type
+
+    @property
+    def weights(self) -> torch.dtype:
+        """What the weights are kept in."""
+        return self.module.lm_head.weight.dtype
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [b, n] -> hidden [b, n, E]."""
-        return self.module.model.embed_tokens(ids)
+        return self.module.model.embed_tokens(ids).to(self.dtype)
 
     @torch.no_grad()
     def rotary(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +88,8 @@ class ServedModel:
         `cache.update(k, v, layer_idx)` gets k, v [b, HK_local, n, D] and returns its handle twice; the handle's
         `attend(q [b, H_local, n, D], scaling=)` gives [b, n, H_local, D].
         """
-        return self.module.model.layers[index](
+        layer = self.widened.layer(index) if self.widened else self.module.model.layers[index]
+        return layer(
             hidden,
             attention_mask=None,
             position_ids=position_ids,
@@ -88,9 +98,21 @@ class ServedModel:
         )
 
     @torch.no_grad()
+    def step(self, ids: torch.Tensor, position_ids: torch.Tensor, cache) -> torch.Tensor:
+        """One token of each sequence of `cache.step` through all layers: ids, position_ids [b, 1] -> fp32 logits [b, vocabulary]."""
+        if self.decoder is not None:
+            return self.decoder.step(ids, position_ids, cache)
+        hidden = self.embed(ids)
+        rotary = self.rotary(hidden, position_ids)
+        for index in range(self.layers):
+            hidden = self.layer(index, hidden, position_ids, rotary, cache)
+        return self.head(hidden[:, 0])
+
+    @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head for these rows only: hidden [b, E] -> fp32 logits [b, vocabulary]."""
-        return self.module.lm_head(self.module.model.norm(hidden)).float()
+        normed = self.module.model.norm(hidden)
+        return self.widened.head(normed) if self.widened else self.module.lm_head(normed).float()
 
 
 def check(source: str, tp: int = 1) -> PreTrainedConfig:
@@ -109,14 +131,15 @@ def load(
     *,
     dtype: torch.dtype | None,
     device: torch.device,
+    weights: str = "auto",
     tp_mesh=None,
     tp: int = 1,
     tp_rank: int = 0,
     progress: checkpoint.Progress | None = None,
 ) -> ServedModel:
-    """Load `source` for this rank. dtype None: float32 on a CPU, bfloat16 elsewhere.
+    """Load `source` for this rank. dtype None: float32 on a CPU, bfloat16 elsewhere. weights: see GenerateConfig.
 
-    Weights stored in `dtype` stay memory-mapped on a CPU: the ranks of a host share one copy of them (shards of a
+    Weights stored in what they are kept in stay memory-mapped on a CPU: the ranks of a host share one copy of them (shards of a
     tensor-parallel run are copied, each rank its own).
     """
     check(source, tp)
@@ -125,12 +148,14 @@ def load(
         raise ValueError(f"dtype {dtype}: must be float32, bfloat16 or float16")
     place = checkpoint.localise(source, progress)
     config = checkpoint.read_config(source)  # as written by the conversion, so that the first run equals all later ones
-    module = _read_weights(source, place, config, dtype)
+    kept = _kept_dtype(place, config, dtype, device, weights, tp)
+    module = _read_weights(source, place, config, kept)
     fingerprint = fingerprint_of(module)
     if tp > 1:
         _shard(module, tp_mesh)
     module.to(device)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    decodes = unserved(config, kept, device, tp) is None
     return ServedModel(
         name=source,
         config=module.config,
@@ -148,7 +173,19 @@ def load(
         local_kv_heads=kv_heads // tp,
         first_kv_head=tp_rank * (kv_heads // tp),
         max_positions=max_positions_of(config),
+        decoder=Decoder(module, head_dim_of(config)) if decodes else None,
+        widened=Widened(module) if kept != dtype else None,
     )
+
+
+def _kept_dtype(place, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str, tp: int) -> torch.dtype:
+    """`dtype`, or bfloat16 under computing in float32, which only our own decode kernels do."""
+    if weights == "model" or dtype == torch.bfloat16:
+        return dtype
+    why = unserved(config, torch.bfloat16, device, tp) or (f"dtype {str(dtype).removeprefix('torch.')}" if dtype != torch.float32 else None)
+    if weights == "bfloat16" and why:
+        raise ValueError(f"weights bfloat16: are served with dtype float32 on a CPU, by compiled kernels ({why}); leave it out")
+    return torch.bfloat16 if weights == "bfloat16" or (not why and checkpoint.stored_in_bfloat16(place)) else dtype
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:

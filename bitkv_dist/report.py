@@ -40,13 +40,13 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
 
 
 def kernel_report(engine: Engine) -> dict:
-    """Which kernels encoded and attended to sealed pages, and why these."""
+    """Which kernels encoded and attended to sealed pages, and why these; the type that the weights are kept in."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
     unserved = f"codec {config.codec}" if config.codec != "planes" else unserved_rule(config)
     if backend != dispatch.REFERENCE and unserved:
-        return {"backend": dispatch.REFERENCE, "reason": f"{unserved} is attended to in plain torch; the rest by {backend}"}
-    return {"backend": backend, "reason": reason}
+        backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
+    return {"backend": backend, "reason": reason, "weights": str(engine.model.weights).removeprefix("torch.")}
 
 
 def cache_report(engine: Engine) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.kernels.cpu.step import View
+from bitkv_dist.partial import lane_width
 from bitkv_dist.sealed import SealedStore
 
 
@@ -41,6 +44,17 @@ class SequenceState:
         for records, valid, granules in self.granules(1):
             for place in valid[0].nonzero().flatten().tolist():
                 yield granules[0] * records.shape[1] + place, records[0, place]
+
+    def view(self, shard_nodes: int, group: int) -> View:
+        """What a decode query sees here; the same in all layers of a step."""
+        slabs = [(len(records), granules) for records, granules in self.sealed.blocks(sys.maxsize, -(-self.sealed_end // GRANULE_TOKENS))]
+        index = [granule for _, granules in slabs for granule in granules]
+        place = torch.arange(0, GRANULE_TOKENS, self.page_tokens)
+        start = torch.tensor(index, dtype=torch.int64)[:, None] * GRANULE_TOKENS + place
+        width = lane_width(-(-self.sealed_end // GRANULE_TOKENS), shard_nodes)
+        _, heads, _, dim = self.exact.shape
+        valid = (start >= self.sink) & (start < self.sealed_end)
+        return View([count for count, _ in slabs], index, valid, width, shard_nodes, (heads, group, dim))
 
     def granules(self, most: int, end: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
         """At most `most` granules held here at a time, in token order: their records [n, pages, HK, record_bytes], which of

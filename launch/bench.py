@@ -105,14 +105,15 @@ class Bench:
     @cached_property
     def model(self) -> models.ServedModel:
         dtype = getattr(torch, self.run.generate.dtype) if self.run.generate.dtype else None
-        return models.load(self.run.generate.model, dtype=dtype, device=self.mesh.world.device, progress=self._bars[""])
+        place = {"device": self.mesh.world.device, "weights": self.run.generate.weights}
+        return models.load(self.run.generate.model, dtype=dtype, progress=self._bars[""], **place)
 
     # -- results
 
     def ledger(self, key: tuple[str, ...], settings: dict[str, Any]) -> Ledger:
         """The file of --json, or rows in memory. settings: what decides about the numbers, beside model and window."""
         generate = self.run.generate
-        common = {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "window": self.window}
+        common = {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "weights": generate.weights, "window": self.window}
         return Ledger(self.asked.json, key, common | settings)
 
     def progress(self, what: str, unit: str = "tokens") -> Callable[[float, int], None]:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     mesh = start(run.parallel)
     place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
     dtype = getattr(torch, run.generate.dtype) if run.generate.dtype else None
-    model = models.load(run.generate.model, dtype=dtype, device=mesh.world.device, **place)
+    model = models.load(run.generate.model, dtype=dtype, device=mesh.world.device, weights=run.generate.weights, **place)
     mesh.ready()
 
     report = {"schema": 1, "ok": True, "world": _world(mesh), "rotation": _rotation(mesh, model, run.cache, args.inject)}

@@ -117,7 +117,7 @@ class _Run:
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
         shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        model = models.load(generate.model, dtype=dtype, device=world.device, progress=self._load_bar, **shard)
+        model = models.load(generate.model, dtype=dtype, device=world.device, weights=generate.weights, progress=self._load_bar, **shard)
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started

@@ -11,6 +11,7 @@ from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.kernels.cpu.step import View, finish
 from bitkv_dist.partial import Partial
 
 
@@ -48,10 +49,25 @@ class PlanesCodecCpu(PlanesCodec):
         if self.unserved:
             return super().attend(query, records, page_valid, choice, granules)
         *part, refined = cpu.attend(self.native_layout, query, records, page_valid, self.refinement)
-        return Partial(*part), self.count_reads(page_valid, query.codes.shape[1], refined)
+        return Partial(*part), self.count_reads(int(page_valid.sum()), query.codes.shape[1], refined)
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=cpu.rotate_back(partial.o, self.signs["V"]))
+
+    @property
+    def fused(self) -> bool:
+        return not self.unserved
+
+    def see(self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]) -> tuple[Partial, Partial, ReadCount]:
+        """A decode query fp32 [HK, 1, G, D] in base 2: its partial [HK, 1, G] over the exact rows [2, HK, count, D], its tree
+        nodes [V, HK, 1, G] over the sealed granules in `slabs`, and what was read. The next `see` of the view replaces both."""
+        exact, nodes, refined = view.see(self.native_layout, self.refinement, self.signs["K"], query, rows, slabs)
+        return Partial(*exact), Partial(*nodes), self.count_reads(view.pages, 1, refined)
+
+    def conclude(self, root: Partial, exact: Partial, out: torch.Tensor) -> bool:
+        """Fills out fp32 [1, H, D] from the partials [HK, 1, G] of sealed (root of the merge tree) and exact tokens. Returns
+        whether it is finite."""
+        return finish(root, exact, self.signs["V"], out)
 
 
 def unserved_rule(config: CacheConfig) -> str | None:

@@ -38,12 +38,12 @@ const Kernels& best() {
     return portable_kernels();
 }
 
-const Kernels& kernels() {
+}  // namespace
+
+const Kernels& bitkv::kernels() {
     const Kernels* found = chosen;
     return found ? *found : best();
 }
-
-}  // namespace
 
 extern "C" {
 
@@ -125,6 +125,54 @@ void bitkv_attend_exact(int64_t kv_heads, int64_t group, int64_t dim, const floa
 // Rotates z fp32 [HK, rows, D] back in place; signs [HK, D].
 void bitkv_rotate_back(int64_t kv_heads, int64_t rows, int64_t dim, float* z, const float* signs) {
     for (int64_t i = 0; i < kv_heads * rows; ++i) kernels().rotate_back(dim, z + i * dim, signs + i / rows * dim);
+}
+
+// What one decode query of a sequence sees in one layer. Exact rows k, v fp32 [HK, rows, D], head_stride floats between heads, with the
+// query's own at the end; sealed granules in slabs of records [n, pages, HK, record_bytes], of all of them page_valid [granules, pages] and
+// the ascending global indices.
+struct Seen {
+    int64_t rows, head_stride, slabs, granules, width, nodes;
+    const float *k, *v;
+    const uint8_t* const* records;
+    const int64_t *slab_granules, *index;
+    const uint8_t* page_valid;
+};
+
+// q fp32 [HK, G, D] in base 2, signs [HK, D] -> partials m, l [HK, G], o [HK, G, D] of the exact rows, and those of the first `nodes` of
+// `width` tree nodes over the sealed granules, in rotated space. Returns the refined tokens, counted once per KV head.
+int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* seen, int64_t group, const float* q, const float* signs,
+                  float* exact_m, float* exact_l, float* exact_o, float* node_m, float* node_l, float* node_o, int64_t threads) {
+    const int64_t heads = layout->kv_heads, dim = layout->dim, rows = heads * group;
+    bitkv_attend_exact(heads, group, dim, q, seen->k, seen->v, seen->rows, seen->head_stride, exact_m, exact_l, exact_o, threads);
+    std::vector<int8_t> codes(rows * dim);
+    std::vector<float> scale(rows), norm2(rows), rotated(rows * dim);
+    bitkv_quantize_query(heads, group, dim, q, signs, codes.data(), scale.data(), norm2.data(), rotated.data());
+    const Queries queries = {1, group, codes.data(), scale.data(), norm2.data(), rotated.data()};
+    std::vector<float> m(seen->granules * rows), l(m.size()), o(m.size() * dim);
+    int64_t first = 0, refined = 0;
+    for (int64_t slab = 0; slab < seen->slabs; first += seen->slab_granules[slab++])
+        refined += bitkv_attend(layout, &queries, refine, seen->records[slab], seen->slab_granules[slab], seen->page_valid + first * layout->pages,
+                                &m[first * rows], &l[first * rows], &o[first * rows * dim], threads);
+    bitkv_tree(seen->granules, seen->index, rows, dim, m.data(), l.data(), o.data(), seen->width, seen->nodes, node_m, node_l, node_o);
+    return refined;
+}
+
+// The attention output [HK, G, D] from the root of the tree, turned back out of rotated space unless signs is null, and the exact rows'
+// partial. Returns whether all of it is finite.
+int64_t bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* signs, const float* root_m, const float* root_l, const float* root_o,
+                     const float* exact_m, const float* exact_l, const float* exact_o, float* out) {
+    const int64_t rows = kv_heads * group;
+    std::vector<float> m(root_m, root_m + rows), l(root_l, root_l + rows);
+    std::memcpy(out, root_o, rows * dim * sizeof(float));
+    if (signs) bitkv_rotate_back(kv_heads, group, dim, out, signs);
+    kernels().merge(rows, dim, m.data(), l.data(), out, exact_m, exact_l, exact_o);
+    float worst = 0.0f;
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < dim; ++d) {
+            out[r * dim + d] /= l[r] == 0.0f ? 1.0f : l[r];
+            worst += out[r * dim + d] * 0.0f;  // NaN from NaN and from infinities
+        }
+    return worst == 0.0f;
 }
 
 // Two inner pieces, for tests; see interface.hpp.

@@ -39,6 +39,13 @@ struct PartialOut {
     float *m, *l, *o;
 };
 
+// A weight matrix [out, in] as torch holds it, float32 or bfloat16, contiguous; bias fp32 [out] or null.
+struct Matrix {
+    int64_t out, in, bfloat16;
+    const void* data;
+    const float* bias;
+};
+
 struct Kernels {
     const char* name;
     // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of bit 8 b + j of words[k][i] times operands[r][4 k + b]; k < height.
@@ -53,7 +60,14 @@ struct Kernels {
     void (*rotate_back)(int64_t dim, float* z, const float* signs);
     // Partial of one query row over exact rows k, v fp32 [count, D], row_stride floats apart.
     void (*attend_exact)(int64_t dim, int64_t count, int64_t row_stride, const float* q, const float* k, const float* v, float* m, float* l, float* o);
+    // y[r][o] = sum over i of weight[o][i] x[r][i], plus bias, for outputs first <= o < last of y [rows, out]; x [rows, in].
+    void (*linear)(const Matrix&, int64_t first, int64_t last, const float* x, int64_t rows, float* y);
+    void (*rms_norm)(int64_t n, float eps, const float* x, const float* weight, float* y);
+    void (*rotary)(int64_t n, const float* cosine, const float* sine, float* x);
+    void (*gated)(int64_t n, float* gate, const float* up);
 };
+
+const Kernels& kernels();  // those of the chosen instruction set
 
 const Kernels& portable_kernels();
 #ifdef BITKV_X86

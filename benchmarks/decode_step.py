@@ -1,0 +1,277 @@
+"""A whole decode step with a packed cache against `model.generate` of transformers, on CPU: how fast, and where does it go?
+
+    python benchmarks/decode_step.py --threads 1 --json -
+    python benchmarks/decode_step.py --threads 2 --config 4bit --weights bfloat16 --prefills 2
+
+The same prompt and greedy decoding for all: `generate` with its own cache in float32 and in bfloat16, and the engine. First the
+engine is checked: with `--config exact` and unrounded weights a part of the prompt must give `generate`'s token ids; with
+rounded weights its logits must stay close. Then prefills in turn (a prefill ends with the first token), then decoding in turns
+of a few tokens each, warm-up excluded, medians with spread; at last the parts of a step of ours, timed apart from the rest.
+The ceiling is the time to stream the weights once. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `bitkv generate` has it
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from bitkv_dist import checkpoint, model, report
+from bitkv_dist.codec import planes_cpu
+from bitkv_dist.config import GenerateConfig, ParallelConfig, build
+from bitkv_dist.engine import Engine, Result
+from bitkv_dist.kernels import dispatch
+from bitkv_dist.kernels.cpu import dense
+from bitkv_dist.kernels.cpu.step import View
+from bitkv_dist.layer import PackedLayer
+from bitkv_dist.parallel.mesh import Mesh
+from bitkv_dist.parallel.world import World
+from bitkv_dist.text import read_prompt_file
+
+CHECKED_TOKENS, CHECKED_STEPS = 700, 16
+PEERS = {"hf-fp32": torch.float32, "hf-bf16": torch.bfloat16}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--config", default="tiered4", help="preset or YAML file of the cache")
+    parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in")
+    parser.add_argument("--text", action="append", help="joined until there are enough tokens")
+    parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens of each contestant")
+    parser.add_argument("--turn", type=int, default=8, help="tokens that a contestant decodes before it is the next one's turn")
+    parser.add_argument("--prefills", type=int, default=3, help="timed prefills of each contestant")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="also write the JSON object to this file; - is the last line, which is always printed")
+    args = parser.parse_args()
+    args.text = args.text or ["tests/data/tale.txt", "tests/data/handbook.txt"]
+    return args
+
+
+class Ticks(BaseStreamer):
+    """The times at which `generate` gave its tokens; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class Stock:
+    """`generate` of transformers with its own cache."""
+
+    def __init__(self, place, dtype: torch.dtype) -> None:
+        self.module = AutoModelForCausalLM.from_pretrained(place, dtype=dtype).eval()
+
+    def run(self, max_new_tokens: int) -> list[float]:
+        """Seconds of each token, the first of them with all that precedes it."""
+        ticks, started = Ticks(), time.perf_counter()
+        self.ids = self.module.generate(
+            self.ids, past_key_values=self.cache, max_new_tokens=max_new_tokens, do_sample=False, streamer=ticks,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        return [after - before for before, after in zip([started, *ticks.times[1:]], ticks.times[1:], strict=False)]
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.ids, self.cache = torch.tensor([prompt]), DynamicCache(config=self.module.config)
+        return self.run(1)[0]
+
+    def decode(self, tokens: int) -> list[float]:
+        """What `generate` does before its loop is not counted."""
+        return self.run(tokens + 1)[1:]
+
+
+class Ours:
+    """The engine, a world of one."""
+
+    def __init__(self, served: model.ServedModel, config: str, threads: int) -> None:
+        world = World(0, 1, 0, 1, "here", "python", "none", torch.device("cpu"), threads)
+        self.mesh, self.served, self.cache = Mesh(world, 1, 1, ParallelConfig()), served, build(config, {}).cache
+        self.logits: list[torch.Tensor] = []
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.engine = Engine(self.served, self.cache, self.mesh, GenerateConfig(max_new_tokens=1, ignore_eos=True))
+        self.ids = list(prompt)
+        started = time.perf_counter()
+        self.ids += self.engine.generate([prompt]).token_ids[0]
+        return time.perf_counter() - started
+
+    def decode(self, tokens: int) -> list[float]:
+        times = []
+        with torch.inference_mode():
+            for _ in range(tokens):
+                started = time.perf_counter()
+                self.logits = [*self.logits[-CHECKED_STEPS:], self.engine.step([0])]
+                result = Result([0], [[]], ["length"])
+                self.engine.decode(self.logits[-1], result, None, started)
+                self.ids += result.token_ids[0]
+                times.append(time.perf_counter() - started)
+        return times
+
+
+def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: int, rounded: bool) -> dict:
+    """The engine with an exact cache against `generate` in float32; raises where they differ by more than rounded weights do."""
+    ours = Ours(served, "exact", threads)
+    ours.prefill(prompt)
+    stock.prefill(prompt)
+    ours.decode(CHECKED_STEPS)
+    stock.decode(CHECKED_STEPS)
+    found, wanted = ours.ids[len(prompt) :], stock.ids[0, len(prompt) :].tolist()
+    with torch.inference_mode():
+        logits = stock.module(torch.tensor([ours.ids[:-1]])).logits[0, len(prompt) :]
+    error = ((torch.cat(ours.logits) - logits).norm() / logits.norm()).item()
+    assert error < (2e-2 if rounded else 1e-4), f"logits differ by {error:.1e}"
+    assert rounded or found == wanted[: len(found)], f"token ids differ: {found}, generate gives {wanted}"
+    return {"exact_logits_error": error, "exact_ids_equal": found == wanted[: len(found)], "checked_tokens": len(found)}
+
+
+# -- where a step goes
+
+PARTS = {
+    "linear": [(dense, "project"), (dense, "feed_forward")],
+    "lm_head": [(dense, "head")],
+    "attention": [(View, "see"), (planes_cpu, "finish")],
+    "attention_python": [(PackedLayer, "update"), (PackedLayer, "attend")],
+}
+
+
+@contextmanager
+def parts_timed(engine: Engine) -> Iterator[dict[str, float]]:
+    """Seconds inside the functions of each part, while it lasts; a part that encloses others counts without them."""
+    spent: dict[str, float] = defaultdict(float)
+    inside = [0.0]  # seconds of the parts that the running one encloses
+
+    def timed(part: str, function: Callable) -> Callable:
+        def run(*args, **kwargs):
+            inside.append(0.0)
+            started = time.perf_counter()
+            found = function(*args, **kwargs)
+            took = time.perf_counter() - started
+            spent[part] += took - inside.pop()
+            inside[-1] += took
+            return found
+
+        return run
+
+    with ExitStack() as stack:
+        for part, functions in PARTS.items():
+            for owner, name in functions:
+                stack.enter_context(mock.patch.object(owner, name, timed(part, getattr(owner, name))))
+        shard = engine.cache.shard
+        reduce = shard.reduce
+        object.__setattr__(shard, "reduce", timed("exchange", reduce))
+        yield spent
+        object.__setattr__(shard, "reduce", reduce)
+
+
+def breakdown(ours: Ours, steps: int) -> dict[str, float]:
+    """Milliseconds of a step by part; rest: sampling, embedding, and the interpreter between the parts."""
+    with parts_timed(ours.engine) as spent:
+        times = ours.decode(steps)
+    parts = {part: spent[part] / steps * 1e3 for part in (*PARTS, "exchange")}
+    return parts | {"rest": sum(times) / steps * 1e3 - sum(parts.values())}
+
+
+def stream_gb_s(threads: int) -> float:
+    """Streaming read rate of this many threads: a sum over a tensor far larger than the cache, best of seven."""
+    data = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
+    times = []
+    for _ in range(7):
+        started = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - started)
+    return data.numel() * 8 / min(times) / 1e9
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    served = model.load(args.model, dtype=torch.float32, device=torch.device("cpu"), weights=args.weights)
+    prompt: list[int] = []
+    for text in args.text:
+        if len(prompt) < args.tokens:
+            prompt += served.tokenizer(read_prompt_file(text)).input_ids
+    prompt = prompt[: args.tokens]
+    place = checkpoint.localise(args.model)
+    peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}
+    reference = peers.get("hf-fp32") or Stock(place, torch.float32)
+    checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, args.weights == "bfloat16")
+
+    weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
+    rate = stream_gb_s(args.threads)
+    ceiling_ms = weight_bytes / rate / 1e6
+    print(f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.1f} ms would be memory speed")
+    print(f"with an exact cache: {checked}")
+
+    runners: dict[str, Stock | Ours] = {"ours": Ours(served, args.config, args.threads), **peers}
+    for runner in runners.values():
+        runner.prefill(prompt[:CHECKED_TOKENS])
+        runner.decode(2)
+    prefill_s: dict[str, list[float]] = defaultdict(list)
+    decode_s: dict[str, list[float]] = defaultdict(list)
+    for _ in range(args.prefills):
+        for name, runner in runners.items():
+            prefill_s[name].append(runner.prefill(prompt))
+    for runner in runners.values():
+        runner.decode(2)
+    for _ in range(-(-args.new_tokens // args.turn)):
+        for name, runner in runners.items():
+            decode_s[name] += runner.decode(args.turn)
+    ours = runners["ours"]
+    kv = report.cache_report(ours.engine)
+    parts = breakdown(ours, args.new_tokens)
+
+    ms = {name: statistics.median(times) * 1e3 for name, times in decode_s.items()}
+    prefills = {name: statistics.median(times) for name, times in prefill_s.items()}
+    for name in runners:
+        print(
+            f"{name:8s} prefill {prefills[name]:6.2f} s ({min(prefill_s[name]):.2f} .. {max(prefill_s[name]):.2f})   "
+            f"decode {ms[name]:6.1f} ms ({min(decode_s[name]) * 1e3:.1f} .. {max(decode_s[name]) * 1e3:.1f}), "
+            f"{1e3 / ms[name]:5.1f} tokens/s   {ms[name] / ms['ours']:.2f} x ours"
+        )
+    print("of a step: " + ", ".join(f"{part} {took:.1f} ms" for part, took in parts.items()))
+    print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
+    names = list(peers)
+    result = {
+        "model": args.model, "config": args.config, "weights": str(served.weights).removeprefix("torch."), "prompt_tokens": len(prompt),
+        "decoded_tokens": len(decode_s["ours"]), "threads": args.threads, "isa": dispatch.backend(torch.device("cpu"))[0],
+        "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in names},
+        "decode_ratio": min(ms[name] for name in names) / ms["ours"] if names else None,
+        "ours_prefill_s": prefills["ours"], "peers_prefill_s": {name: prefills[name] for name in names},
+        "prefill_ratio": prefills["ours"] / min(prefills[name] for name in names) if names else None,
+        "breakdown_ms": parts, "weight_bytes": weight_bytes, "stream_gb_s": rate, "ceiling_ms": ceiling_ms,
+        "fraction_of_stream": ceiling_ms / ms["ours"], "kv_ratio": kv["ratio"], "kv_ratio_total": kv["ratio_total"],
+        "read_bits_per_element": kv["read_bits_per_element"], **checked,
+        "torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.processor() or platform.machine(),
+    }  # fmt: skip
+    line = json.dumps(result)
+    if args.json and args.json != "-":
+        with open(args.json, "w") as file:
+            file.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The dense part of decode steps on a CPU, by our own kernels over the weights of the loaded model.
+
+A step has a row per sequence. Its cost is reading the weights once, so they are read where they lie, in float32 or bfloat16;
+everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit. Prompts, whose
+many rows are torch's strength, go through transformers' layers over the same weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from bitkv_dist.kernels import dispatch
+from bitkv_dist.kernels.cpu import dense
+
+if TYPE_CHECKING:
+    from bitkv_dist.cache import PackedCache
+
+WEIGHTS = (torch.float32, torch.bfloat16)
+
+
+def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tp: int) -> str | None:
+    """Why the decode steps of a model are left to transformers' layers, or None; dtype: that of its weights."""
+    if not dispatch.on_cpu(device):
+        return "no compiled kernels for the device"
+    if tp > 1:
+        return "tensor parallelism exchanges inside a layer"
+    if dtype not in WEIGHTS:
+        return f"{str(dtype).removeprefix('torch.')} weights"
+    return None if config.hidden_act == "silu" else f"activation {config.hidden_act}"
+
+
+class Decoder:
+    """Decode steps of one model. Everything it computes is float32."""
+
+    def __init__(self, module: PreTrainedModel, head_dim: int) -> None:
+        self.module = module
+        self.kept: list[torch.Tensor] = []  # what the addresses below point to
+        self.blocks = [self.block(layer, head_dim) for layer in module.model.layers]
+        self.norm, self.eps = self.vector(module.model.norm.weight), module.model.norm.variance_epsilon
+        self.matrix = self.matrices(module.lm_head, module.lm_head.out_features)[0]
+        self.scaling = module.model.layers[0].self_attn.scaling
+
+    @torch.no_grad()
+    def step(self, ids: torch.Tensor, positions: torch.Tensor, cache: PackedCache) -> torch.Tensor:
+        """ids, positions int64 [rows, 1] of the sequences of `cache.step` -> logits fp32 [rows, vocabulary]."""
+        hidden = self.module.model.embed_tokens(ids)[:, 0].float()
+        angles = (part[:, 0].contiguous() for part in self.module.model.rotary_emb(hidden[:, None], positions))
+        step = dense.Step(len(ids), *angles)
+        for index, block in enumerate(self.blocks):
+            q, k, v = (part.unsqueeze(2) for part in dense.project(block, hidden, step))
+            handle, _ = cache.update(k, v, index)
+            dense.feed_forward(block, handle.attend(q, self.scaling), hidden, step)
+        return dense.head(self.matrix, self.norm, self.eps, hidden)
+
+    # -- the weights, layer by layer
+
+    def block(self, layer: torch.nn.Module, head_dim: int) -> dense.Block:
+        attention, mlp, config = layer.self_attn, layer.mlp, self.module.config
+        heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+        widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        if hasattr(attention, "qkv_proj"):
+            qkv, gate_up = self.matrices(attention.qkv_proj, *widths), self.matrices(mlp.gate_up_proj, inner, inner)
+        else:
+            qkv = [self.matrices(getattr(attention, f"{name}_proj"), width)[0] for name, width in zip("qkv", widths, strict=True)]
+            gate_up = [self.matrices(part, inner)[0] for part in (mlp.gate_proj, mlp.up_proj)]
+        norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name, None) for name in ("q_norm", "k_norm"))]
+        return dense.Block(
+            heads, kv_heads, head_dim, 2 * len(self.module.model.rotary_emb.inv_freq), layer.input_layernorm.variance_epsilon,
+            *(None if norm is None else self.vector(norm.weight).data_ptr() for norm in norms),
+            *qkv, *self.matrices(attention.o_proj, config.hidden_size), *gate_up, *self.matrices(mlp.down_proj, config.hidden_size),
+        )  # fmt: skip
+
+    def matrices(self, linear: torch.nn.Linear, *widths: int) -> list[dense.Matrix]:
+        """A linear layer, cut into the given numbers of outputs."""
+        weight = linear.weight.detach()
+        assert weight.is_contiguous()
+        self.kept.append(weight)
+        biases = [None] * len(widths) if linear.bias is None else self.vector(linear.bias).split(widths)
+        return [dense.matrix(*pair) for pair in zip(weight.split(widths), biases, strict=True)]
+
+    def vector(self, weight: torch.Tensor) -> torch.Tensor:
+        """Norms and biases: few numbers, float32."""
+        self.kept.append(weight.detach().float().contiguous())
+        return self.kept[-1]

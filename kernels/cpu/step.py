@@ -1,0 +1,71 @@
+"""Attention of one decode query in two calls: what it sees in one layer, and, once the ranks' partials have been merged, its output."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from bitkv_dist.kernels import cpu
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l [..], o [.., D]
+
+
+class _Seen(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "head_stride", "slabs", "granules", "width", "nodes")] + [
+        (name, ctypes.c_void_p) for name in ("k", "v", "records", "slab_granules", "index", "page_valid")
+    ]  # fmt: skip
+
+
+class View:
+    """Which tokens of a sequence a decode query sees on this rank: the same in all layers, so made once per step, with room for a
+    layer's partials.
+
+    slab_granules: granules in use of each slab. index: their ascending global indices. page_valid bool [granules, pages].
+    width, nodes: of the merge tree (bitkv_dist/partial.py). shape: HK, G, D.
+    """
+
+    def __init__(self, slab_granules: Sequence[int], index: Sequence[int], page_valid: torch.Tensor, width: int, nodes: int, shape: tuple[int, int, int]) -> None:
+        heads, group, dim = shape
+        self.pages, self.group = int(page_valid.sum()), ctypes.c_int64(group)
+        self._page_valid, self._index = page_valid.contiguous(), torch.tensor(index, dtype=torch.int64)
+        self._counts = (ctypes.c_int64 * len(slab_granules))(*slab_granules)
+        self._records = (ctypes.c_void_p * len(slab_granules))()
+        self._seen = _Seen(
+            slabs=len(slab_granules), granules=len(index), width=width, nodes=nodes, records=ctypes.addressof(self._records),
+            slab_granules=ctypes.addressof(self._counts), index=self._index.data_ptr(), page_valid=self._page_valid.data_ptr(),
+        )  # fmt: skip
+        self._exact, lanes = ((torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group, dim)) for n in (1, width))
+        self._addresses = [ctypes.c_void_p(t.data_ptr()) for t in (*self._exact, *lanes)]
+        self._exact, self._nodes = tuple(t[0] for t in self._exact), tuple(t[:nodes] for t in lanes)
+
+    def see(self, layout: cpu.Layout, refinement: cpu.Refinement, signs: torch.Tensor, query: torch.Tensor, rows: torch.Tensor,
+            slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
+        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, count, D], slabs uint8 [n, pages, HK, record_bytes].
+
+        Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the number of
+        refined tokens, counted once per KV head. The next layer's call replaces both partials.
+        """
+        k, v = rows if rows.dtype == torch.float32 else rows.float()
+        if k.stride()[1:] != (k.shape[2], 1):
+            k, v = k.contiguous(), v.contiguous()
+        query = query.contiguous()
+        seen = self._seen
+        seen.k, seen.v, seen.rows, seen.head_stride = k.data_ptr(), v.data_ptr(), k.shape[1], k.stride(0)
+        for number in range(seen.slabs):
+            self._records[number] = slabs[number].data_ptr()
+        refined = cpu.load().bitkv_see(
+            ctypes.byref(layout), ctypes.byref(refinement), ctypes.byref(seen), self.group, ctypes.c_void_p(query.data_ptr()),
+            ctypes.c_void_p(signs.data_ptr()), *self._addresses, ctypes.c_int64(torch.get_num_threads()),
+        )  # fmt: skip
+        return self._exact, self._nodes, refined
+
+
+def finish(root: Part, exact: Part, signs: torch.Tensor, out: torch.Tensor) -> bool:
+    """The attention output fp32 [1, H, D], contiguous, from the root of the tree in rotated space and the exact rows' partial, both
+    [HK, 1, G]; signs [HK, D]. Returns whether all of it is finite."""
+    heads, _, group, dim = root[2].shape
+    parts = [t.contiguous() for t in (signs, *root, *exact)]
+    sizes = [ctypes.c_int64(size) for size in (heads, group, dim)]
+    return bool(cpu.load().bitkv_finish(*sizes, *(ctypes.c_void_p(t.data_ptr()) for t in (*parts, out))))
