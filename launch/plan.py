@@ -103,7 +103,9 @@ def as_dict(found: Plan, warnings: list[str]) -> dict[str, Any]:
         "context": job.context,
         "batch": job.batch,
         "gpus": machine.gpus,
-        "gpu": {"name": machine.gpu.name, "memory_bytes": machine.gpu.memory_bytes, "bandwidth_gb_s": machine.gpu.bandwidth_gb_s},
+        "gpu": machine.gpu.name,
+        "memory_bytes": machine.gpu.memory_bytes,
+        "bandwidth_gb_s": machine.gpu.bandwidth_gb_s,
         "node_size": machine.node_size,
         "grid": chosen.name,
         **{name: value for name, value in chosen.as_dict().items() if name not in ("tp", "sp")},
@@ -139,7 +141,8 @@ def _parser() -> shell.Parser:
     preset = flags.DEFAULT_PRESET
     parser.add_argument("--config", default=preset, metavar="NAME", help=f"preset or YAML file ({preset})")
     job = parser.add_argument_group("job")
-    job.add_argument("--context", type=_tokens, metavar="TOKENS", help="per sequence, answer included: 131072, 128K, 1M (all positions)")
+    says = "tokens of a sequence, answer included: 131072, 128K, 1M (all positions)"
+    job.add_argument("--context", type=_tokens, metavar="TOKENS", help=says)
     job.add_argument("--batch", type=_count, default=1, metavar="N", help="sequences at a time (1)")
     flags.add_field_flags(job, _FIELDS)
     flags.add_cache_flags(parser)

@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bitkv_dist.plan.grids import Grid, Plan, grid
+from bitkv_dist.plan.grids import Plan, grid
 from bitkv_dist.plan.latency import step_ms
 
 GB = 10**9
 PLOTTED_FROM, PLOTTED_TO = 1 << 12, 1 << 24  # tokens
 ESTIMATES = (
-    "Bytes are what the run allocates, only the workspace within the prefill peak is estimated. Times are estimates, for kernels that stream at "
-    "the rates of benchmarks/plan_validation.py and launches that are captured; plain torch is slower."
+    "Bytes are what the run allocates; only the workspace within the prefill peak is estimated. Times are estimates, for "
+    "kernels that stream at the rates of benchmarks/plan_validation.py and launches that are captured; plain torch is slower."
 )
 
 
@@ -42,8 +42,8 @@ def grids_table(found: Plan, config: str) -> Table:
         parts = row.bytes
         sizes = (parts.weights, parts.cache, parts.slack, parts.exact, parts.prefill_peak, parts.total, row.headroom_bytes)
         spent = (row.ms.weights, row.ms.cache, row.ms.collectives, row.ms.fixed, row.ms.total)
-        shown = (*map(gigabytes, sizes), f"{row.max_context:,}", *map(milliseconds, spent), tokens(row.sharding_pays_above_tokens))
-        table.add_row(f"{mark}{row.tp} x {row.sp}", *shown)
+        shown = (*map(gigabytes, sizes), f"{row.max_context:,}", *map(milliseconds, spent))
+        table.add_row(f"{mark}{row.tp} x {row.sp}", *shown, tokens(row.sharding_pays_above_tokens))
     return table
 
 
@@ -92,12 +92,12 @@ def sharding(found: Plan) -> str:
     if above is None:
         return f"{what} never saves time: use more ranks for capacity only."
     if above > span:
-        return f"{what} saves time above {above:,} tokens: over the whole range up to {span:,} more ranks do not help, but for capacity."
-    return f"{what} saves time above {above:,} tokens; below, more ranks do not help, but for capacity."
+        return f"{what} saves time above {above:,} tokens: in the whole range up to {span:,} more ranks help only capacity."
+    return f"{what} saves time above {above:,} tokens; below, more ranks help only capacity."
 
 
 def plot(found: Plan, path: Path) -> None:
-    """Estimated milliseconds per token over the context: each grid, and the chosen one with a bf16 cache. Dotted: does not fit."""
+    """Estimated milliseconds per token over the context: each grid, and the chosen one with other caches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -113,7 +113,8 @@ def plot(found: Plan, path: Path) -> None:
         style = "--" if row in found.baselines.values() else "-"
         axes.plot(*zip(*fitting, strict=True) if fitting else ([], []), style, color=line.get_color(), label=name)
     axes.axvline(found.job.context, color="grey", linewidth=0.8)
-    axes.set_title(f"{found.job.shape.name}, {found.machine.gpus} x {found.machine.gpu.name}; dotted: does not fit", fontsize=10)
+    title = f"{found.job.shape.name}, {found.machine.gpus} x {found.machine.gpu.name}; dotted: does not fit"
+    axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)

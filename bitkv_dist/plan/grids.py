@@ -67,7 +67,7 @@ class Plan:
 
 
 def plan(job: Job, machine: Machine, tp: int | None = None, sp: int | None = None) -> Plan:
-    """tp, sp: the grid to look at; one of them alone leaves the other to the number of GPUs. ValueError for an impossible one."""
+    """tp, sp: the grid to look at; one of them alone leaves the other to the number of GPUs. ValueError if it is impossible."""
     choices = grid_choices(job, machine)
     asked = asked_grid(job, machine, tp, sp)
     grids = [grid(job, machine, *choice) for choice in choices]
@@ -83,7 +83,8 @@ def grid_choices(job: Job, machine: Machine) -> list[tuple[int, int]]:
     sizes = [tp for tp in job.shape.tp_choices() if machine.gpus % tp == 0 and tp <= machine.node_size]
     found = [(tp, machine.gpus // tp) for tp in sizes if machine.gpus // tp <= LANES]
     if not found:
-        raise ValueError(f"gpus {machine.gpus}: {job.shape.name} can use at most {LANES * max(sizes)} of them, tp {max(sizes)} x sp {LANES}; take fewer")
+        most = f"{LANES * max(sizes)}, tp {max(sizes)} x sp {LANES}"
+        raise ValueError(f"gpus {machine.gpus}: {job.shape.name} can use at most {most}; take fewer")
     return found
 
 
@@ -96,9 +97,10 @@ def asked_grid(job: Job, machine: Machine, tp: int | None, sp: int | None) -> tu
     job.shape.check_tp(tp)
     sp = sp or max(1, machine.gpus // tp)
     if tp * sp != machine.gpus:
-        raise ValueError(f"tp {tp} x sp {sp}: the product must be the number of GPUs, {machine.gpus}; take --gpus {tp * sp} or another grid")
+        rule = f"the product must be the number of GPUs, {machine.gpus}"
+        raise ValueError(f"tp {tp} x sp {sp}: {rule}; take --gpus {tp * sp} or another grid")
     if tp > machine.node_size:
-        raise ValueError(f"tp {tp}: must fit into a node of {machine.node_size} GPUs; take at most {machine.node_size}, or --node-size")
+        raise ValueError(f"tp {tp}: must fit into a node of {machine.node_size} GPUs; take at most so many, or set --node-size")
     if sp > LANES:
         raise ValueError(f"sp {sp}: 1 to {LANES} sequence ranks are served; use more tensor-parallel ranks instead")
     return tp, sp

@@ -1,7 +1,7 @@
 """Time of a decode step: bytes over bandwidth for weights and cache, latency and bytes for the collectives, a fixed cost.
 
-An estimate. Its four constants are one compromise over published measurements of engines with fused kernels and captured launches
-(benchmarks/plan_validation.py shows every prediction beside its measurement); none is fitted to a single row.
+An estimate. Its four constants are one compromise over published measurements of engines with fused kernels and captured
+launches; benchmarks/plan_validation.py shows every prediction beside its measurement.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def cache_reads(job: Job, tp: int, sp: int) -> float:
 
 
 def collectives_ms(job: Job, machine: Machine, tp: int, sp: int) -> float:
-    """Per layer two sums over the TP group and one exchange of partials over the SP group; per step the logits and the ids."""
+    """Per layer two sums over the TP group and one exchange of partials over the SP group; per step a sum for the embedding,
+    the logits and the ids."""
     shape, total = job.shape, 0.0
     if tp > 1:
         link, others = machine.tp_link(tp, sp), (tp - 1) / tp
         hidden = job.batch * shape.hidden * job.dtype.itemsize
-        total += 2 * shape.layers * link.collective_ms(tp, 2 * hidden * others)
-        if not shape.tied:
-            total += link.collective_ms(tp, job.batch * shape.vocabulary * job.dtype.itemsize * others)
+        total += (2 * shape.layers + 1) * link.collective_ms(tp, 2 * hidden * others)
+        total += link.collective_ms(tp, job.batch * shape.vocabulary * job.dtype.itemsize * others)
     if sp > 1:
         link = machine.sp_link(tp, sp)
         partial = job.batch * shape.heads // tp * (shape.head_dim + 2) * FLOAT32_BYTES

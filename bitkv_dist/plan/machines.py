@@ -91,7 +91,7 @@ def find_gpu(name: str | None, memory_gb: float | None, bandwidth_gb_s: float | 
             raise ValueError(f"gpu: none given; use --gpu {listed(GPUS)}, or --memory GB and --bandwidth GB/s together")
         return Gpu("custom", memory_gb, bandwidth_gb_s, _NVLINK4)
     if name.lower() not in GPUS:
-        raise ValueError(f"gpu {name}: not in the table; {near_miss(name.lower(), GPUS)}, or give --memory and --bandwidth")
+        raise ValueError(f"gpu {name}: not in the table; give --memory and --bandwidth, or {near_miss(name.lower(), GPUS)}")
     gpu = GPUS[name.lower()]
     return replace(gpu, memory_gb=memory_gb or gpu.memory_gb, bandwidth_gb_s=bandwidth_gb_s or gpu.bandwidth_gb_s)
 
@@ -119,7 +119,7 @@ def _measured_link(text: str) -> Link:
         numbers = float(rate), float(latency or NETWORKS["ib"].base_us)
     except ValueError:
         known = [*NODE_LINKS, *NETWORKS]
-        raise ValueError(f"link {text!r}: must be one of {listed(known)}, or GB/s[:us] such as 50:20; {near_miss(text, known)}") from None
+        raise ValueError(f"link {text!r}: must be GB/s[:us] such as 50:20, or a name; {near_miss(text, known)}") from None
     if not (0 < numbers[0] < math.inf and 0 <= numbers[1] < math.inf):
         raise ValueError(f"link {text!r}: rate must be above 0 and latency at least 0; write GB/s:us such as 50:20")
     return Link(text, *numbers, 0.0)

@@ -21,8 +21,9 @@ from bitkv_dist.sequence import exact_rows, sealed_end
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
 MASS_SHARE = 0.5
-# What the allocator and the libraries hold beside the tensors of a chunk.
-SPARE_WORKSPACE_BYTES = 32 << 20
+# What the libraries take at their first call, in code and buffers, and the allocator between tensors: measured on CPU by
+# benchmarks/prefill_memory.py. A GPU's context is in the memory that its data sheet leaves out (plan/machines.py).
+SPARE_WORKSPACE_BYTES = 56 << 20
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ def packed_workspace(job: Job, tp: int) -> int:
     partials = max(PARTIALS_AT_ONCE, job.context // GRANULE_TOKENS * heads * shape.head_dim)
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 2 * heads * job.chunk * rows
-    return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * (2 * partials + 4 * SCORES_AT_ONCE + dense) + SPARE_WORKSPACE_BYTES
+    attention = FLOAT32_BYTES * (2 * partials + 4 * SCORES_AT_ONCE + dense)
+    return job.chunk * layer_row_bytes(job, tp) + attention + SPARE_WORKSPACE_BYTES
 
 
 def layer_row_bytes(job: Job, tp: int) -> int:

@@ -41,12 +41,15 @@ class ModelShape:
 
     def read_elements(self, tp: int = 1) -> int:
         """Parameters that a decode step reads on one rank: all but the embedding table, of which it looks rows up."""
-        head = self.vocabulary if self.tied else -(-self.vocabulary // tp)
-        return self.layers * self.layer_elements(tp) + self.hidden + head * self.hidden
+        return self.layers * self.layer_elements(tp) + self.hidden + self._table_elements(tp)
 
     def elements(self, tp: int = 1) -> int:
-        """Parameters that one rank holds. The embedding table is whole on every rank."""
-        return self.read_elements(tp) + (0 if self.tied else self.vocabulary * self.hidden)
+        """Parameters that one rank holds."""
+        return self.read_elements(tp) + (0 if self.tied else self._table_elements(tp))
+
+    def _table_elements(self, tp: int) -> int:
+        """Of the embedding table or the LM head, both split by the vocabulary."""
+        return -(-self.vocabulary // tp) * self.hidden
 
     def tp_choices(self) -> list[int]:
         """The tensor-parallel sizes that the model can be split by."""
@@ -57,8 +60,9 @@ class ModelShape:
         choices = self.tp_choices()
         if tp not in choices:
             nearest = min(choices, key=lambda size: (abs(size - tp), size))
-            rule = f"must divide the {self.kv_heads} KV heads and the MLP width {self.intermediate}" if self.splits else "must be 1"
-            raise ValueError(f"tp {tp}: {rule} of {self.name}; the nearest that serves is {nearest}")
+            shared = f"the {self.kv_heads} KV heads and the MLP width {self.intermediate} of {self.name}"
+            rule = f"must divide {shared}" if self.splits else f"{self.name} is not split"
+            raise ValueError(f"tp {tp}: {rule}; the nearest that is served is {nearest}")
 
 
 # From the models' own config.json.
