@@ -147,7 +147,7 @@ def live_by_class(engine: Engine, served: models.ServedModel) -> dict[str, int]:
     hidden = [
         thing
         for thing in gc.get_objects()
-        if type(thing) is torch.Tensor and thing.dim() == 3 and thing.shape[-1] == served.config.hidden_size
+        if type(thing) is torch.Tensor and thing.dim() == 2 and thing.shape[-1] == served.config.hidden_size
     ]
     return {
         "weights": storages(served.module.parameters()),

@@ -215,7 +215,7 @@ class GenerateConfig:
 
     model: str = "smollm2-135m"  # built-in name, directory, .gguf file or hub id
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
-    prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed
+    prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed | auto: exact if it fits
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -235,7 +235,7 @@ class GenerateConfig:
             refuse(self, "model", "must name a model", "give a built-in name, a directory, a .gguf file or a hub id")
         if self.dtype is not None:
             one_of(self, "dtype", DTYPES)
-        one_of(self, "prefill", ("exact", "packed"))
+        one_of(self, "prefill", ("exact", "packed", "auto"))
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)
         between(self, "temperature", 0, None)

@@ -21,6 +21,7 @@ from bitkv_dist.plan import grids, latency
 from bitkv_dist.plan.machines import GPUS, NETWORKS, find_gpu, join
 from bitkv_dist.plan.memory import Job, dense_page, every_rank, packed_page, prefill_peak, rank_bytes, shares
 from bitkv_dist.plan.models import MODELS, built_in, from_config
+from bitkv_dist.plan.room import fitting_prefill, free_bytes
 from bitkv_dist.report import cache_report
 
 CPU = torch.device("cpu")
@@ -188,6 +189,36 @@ def test_prefill_peak_is_hidden_states_one_layer_and_a_constant():
         assert more == rank_tokens * 4096 * 2 + (1 << 17) * 2 * 8 * 128 * 2
     packed = [prefill_peak(replace(each, prefill="packed"), 1, 1, each.context) for each in (short, long)]
     assert packed[0] == packed[1] < prefill_peak(short, 1, 1, 1 << 17)
+
+
+def chosen(mesh, folder) -> str:
+    """How an engine with `prefill: auto` reads a prompt."""
+    served = model.load(str(folder), dtype=torch.float32, device=CPU)
+    engine = Engine(served, CacheConfig(**SMALL), mesh, GenerateConfig(max_new_tokens=NEW, ignore_eos=True, prefill="auto"))
+    engine.generate([tiny.prompt(1700)])
+    return engine.prefill
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_engine_reads_exactly_where_it_fits(folder, size, monkeypatch):
+    needed = max(rank.total - rank.weights for rank in every_rank(planned_job(folder, {}, batch=1), 1, size))
+    for free, prefill in ((needed, "exact"), (needed - 1, "packed"), (None, "exact")):
+        monkeypatch.setattr("bitkv_dist.engine.free_bytes", lambda device, ranks, free=free: free)
+        assert simulated.run(size, chosen, folder) == [prefill] * size
+
+
+def test_one_tight_rank_decides_for_all(folder):
+    asked = planned_job(folder, {}, batch=1)
+    needs = [rank.total - rank.weights for rank in every_rank(asked, 2, 2) for _ in range(2)]
+    assert fitting_prefill(asked, 2, 2, needs) == "exact"
+    for rank in range(4):
+        free = [need - (other == rank) for other, need in enumerate(needs)]
+        assert fitting_prefill(asked, 2, 2, free) == "packed"
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_host():
+    alone, one_of_four = (free_bytes(CPU, ranks) for ranks in (1, 4))
+    assert 0 < one_of_four < alone / 2 and alone < 1 << 48
 
 
 def test_fp8_is_half_of_bf16():
