@@ -71,8 +71,7 @@ class PackedCache:
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Allocate sealed pages for a sequence of `tokens` tokens at once."""
-        due = max(0, tokens - self.config.recent_tokens) // self.config.page_tokens * self.config.page_tokens
-        owned = sum(self.shard.owns(granule, sequence) for granule in range(-(-due // GRANULE_TOKENS)))
+        owned = sum(self.shard.owns(granule, sequence) for granule in range(reserved_granules(self.config, tokens)))
         for layer in self.layers:
             layer.states[sequence].sealed.reserve(owned)
 
@@ -129,3 +128,9 @@ class PackedCache:
                 }
             )
         return found
+
+
+def reserved_granules(config: CacheConfig, tokens: int) -> int:
+    """Granules, of all ranks, that the pages of a sequence of `tokens` tokens need room in."""
+    due = max(0, tokens - config.recent_tokens) // config.page_tokens * config.page_tokens
+    return -(-due // GRANULE_TOKENS)

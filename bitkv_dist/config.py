@@ -218,7 +218,7 @@ class GenerateConfig:
     model: str = "smollm2-135m"  # built-in name, directory, .gguf file or hub id
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
     weights: str = "auto"  # kept in: model = dtype | bfloat16, computing in dtype | auto = bfloat16 where that rounds nothing
-    prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed
+    prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed | auto: exact if it fits
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -239,7 +239,7 @@ class GenerateConfig:
         if self.dtype is not None:
             one_of(self, "dtype", DTYPES)
         one_of(self, "weights", WEIGHTS)
-        one_of(self, "prefill", ("exact", "packed"))
+        one_of(self, "prefill", ("exact", "packed", "auto"))
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)
         between(self, "temperature", 0, None)

@@ -16,6 +16,9 @@ from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
 from bitkv_dist.parallel.exchange import combine
 from bitkv_dist.parallel.mesh import Mesh
+from bitkv_dist.plan.memory import Job
+from bitkv_dist.plan.models import from_config
+from bitkv_dist.plan.room import fitting_prefill, free_bytes
 from bitkv_dist.sampling import Sampler, eos_ids
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -51,6 +54,7 @@ class Engine:
         )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         self.cache: PackedCache | None = None
+        self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
         self.rotation_digest = agreement.require(mesh, model, cache, generate)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
@@ -97,7 +101,7 @@ class Engine:
         """
         for engine in (self, *others):
             engine.open(prompts)
-        if self.config.prefill == "packed":
+        if self.prefill == "packed":
             if others:
                 raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
             return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
@@ -120,11 +124,23 @@ class Engine:
             gather=self.mesh.gather_sp,
         )  # fmt: skip
         self.cache = None  # the old one makes room first
+        self.prefill = self.choose_prefill(prompts)
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]
         self.reserve(list(map(len, prompts)))
+
+    def choose_prefill(self, prompts: list[list[int]]) -> str:
+        """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
+        if self.config.prefill != "auto":
+            return self.config.prefill
+        model, mesh = self.model, self.mesh
+        context = min(max(map(len, prompts)) + self.config.max_new_tokens, model.max_positions)
+        shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
+        job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk)
+        free = mesh.gather_objects(free_bytes(model.device, mesh.world.local_size))
+        return fitting_prefill(job, mesh.tp, mesh.sp, free)
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
 
 PARTIALS_AT_ONCE = 1 << 25  # elements of the granules' outputs that a chunk of queries holds at a time
+PAGES_AT_ONCE = 32  # pages that are encoded together: sealing a long prompt makes no copy of it
 SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
 
@@ -117,8 +118,10 @@ class PackedLayer:
         if count == 0:
             return rows
         pages = rows[:, :, sink : sink + count].unflatten(2, (-1, page)).transpose(1, 2)  # [2, pages, HK, P, D]
-        self.check_finite(pages, state.sealed_end)
-        self.seal(sequence, state.sealed_end // page, pages)
+        for start in range(0, count // page, PAGES_AT_ONCE):
+            some = pages[:, start : start + PAGES_AT_ONCE]
+            self.check_finite(some, state.sealed_end + start * page)
+            self.seal(sequence, state.sealed_end // page + start, some)
         state.sealed_end = end
         return torch.cat((rows[:, :, :sink], rows[:, :, sink + count :]), dim=2)
 

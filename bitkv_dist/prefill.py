@@ -32,11 +32,12 @@ def exact(
     cache = caches[0]
     rank = cache.shard.rank
     total = sum(map(len, prompts))
-    hidden = {
-        part: model.embed(as_ids(prompts[part[0]][part[1] : part[1] + part[2]], model))
-        for parts in rounds
-        if (part := parts[rank])
-    }
+    parts_here = [part for parts in rounds if (part := parts[rank])]
+    # One block that every layer overwrites: tensors of a chunk's size that come and go leave holes between them.
+    block = torch.empty(sum(part[2] for part in parts_here), model.config.hidden_size, dtype=model.dtype, device=model.device)
+    hidden = dict(zip(parts_here, block.split([part[2] for part in parts_here]), strict=True))
+    for (sequence, start, tokens), states in hidden.items():
+        states.copy_(model.embed(as_ids(prompts[sequence][start : start + tokens], model))[0])
     for index, (layer, *others) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         for sequence, prompt in enumerate(prompts):
             layer.begin_prompt(sequence, len(prompt), others)
@@ -44,7 +45,7 @@ def exact(
             own = parts[rank]
             cache.step = Step([own[0]] if own else [], round=parts)
             if own:
-                hidden[own] = run_layer(model, cache, index, hidden[own], own[1])
+                hidden[own].copy_(run_layer(model, cache, index, hidden[own].unsqueeze(0), own[1])[0])
             else:
                 layer.receive(None)
             progress(total * (index * len(rounds) + turn + 1) / (len(rounds) * len(cache.layers)), total)
@@ -53,7 +54,7 @@ def exact(
     last = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.dtype, device=model.device)
     for (sequence, start, tokens), states in hidden.items():
         if start + tokens == len(prompts[sequence]):
-            last[sequence] = states[0, -1]
+            last[sequence] = states[-1]
     return last
 
 

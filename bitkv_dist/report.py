@@ -23,6 +23,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "token_ids": result.token_ids,
         "prompt_tokens": result.prompt_tokens,
         "finish_reason": result.finish_reason,
+        "prefill": engine.prefill,
         "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
         "kv": kv,
         "timing": {

@@ -15,15 +15,26 @@ from bitkv_dist.partial import lane_width
 from bitkv_dist.sealed import SealedStore
 
 
+def exact_rows(config: CacheConfig) -> int:
+    """Rows that a sequence keeps room for in the model's dtype: sink pages, recent window, and the page that fills up."""
+    return config.sink_rounded + config.recent_tokens + config.page_tokens
+
+
+def sealed_end(config: CacheConfig, length: int) -> int:
+    """Tokens before it are sealed, or in the sink, when a sequence has `length` tokens. The newest one is always exact: a step
+    seals before it has stored its own."""
+    return max(config.sink_rounded, (length - max(1, config.recent_tokens)) // config.page_tokens * config.page_tokens)
+
+
 class SequenceState:
     """Exact rows [2 (K, V), HK, capacity, D] (sink tokens, then the recent window) and sealed pages."""
 
     def __init__(self, config: CacheConfig, shape: HeadShape, record_bytes: int, tuning: Tuning | None) -> None:
         self.length = 0
-        self.page_tokens, self.recent_tokens = config.page_tokens, config.recent_tokens
+        self.config, self.page_tokens = config, config.page_tokens
         self.sink = self.sealed_end = config.sink_rounded  # tokens before sealed_end are sealed, or in the sink
-        rows = config.sink_rounded + config.recent_tokens + config.page_tokens
-        self.exact = torch.zeros(2, shape.kv_heads, rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
+        room = (2, shape.kv_heads, exact_rows(config), shape.head_dim)
+        self.exact = torch.zeros(room, dtype=shape.dtype, device=shape.device)
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
         self.tuning = tuning
@@ -32,8 +43,8 @@ class SequenceState:
         self.probes: dict[int, torch.Tensor] = {}
 
     def sealed_at(self, length: int) -> int:
-        """`sealed_end` of `length` tokens. The newest one is always exact: a step seals before it has stored its own."""
-        return max(self.sink, (length - max(1, self.recent_tokens)) // self.page_tokens * self.page_tokens)
+        """`sealed_end` of `length` tokens."""
+        return sealed_end(self.config, length)
 
     def exact_count(self) -> int:
         """Rows of `exact` in use."""

@@ -62,9 +62,10 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
 def masked_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
     from torch.nn.attention.bias import causal_lower_right
 
-    group, n = q.shape[1:3]
-    keys, values = (x.repeat_interleave(group, 0).unsqueeze(0) for x in (k, v))
-    bias = causal_lower_right(n, k.shape[1])
+    # Flash attention takes half precision and shares a key head among its queries; fp32 has a kernel for equal heads only.
+    shared = q.dtype != torch.float32
+    keys, values = (x.unsqueeze(0) if shared else x.repeat_interleave(q.shape[1], 0).unsqueeze(0) for x in (k, v))
+    bias = causal_lower_right(q.shape[2], k.shape[1])
     return torch.nn.functional.scaled_dot_product_attention(
-        q.flatten(0, 1).unsqueeze(0), keys, values, bias, scale=scaling
+        q.flatten(0, 1).unsqueeze(0), keys, values, bias, scale=scaling, enable_gqa=shared
     ).view(q.shape)

@@ -91,7 +91,7 @@ def summary(report: dict[str, Any]) -> list[str]:
     tokens = f"{kv['sealed_tokens']:,} sealed and {kv['exact_tokens']:,} exact tokens"
     stored, read = _shown(kv["stored_bits_per_element"]), _shown(kv["read_bits_per_element"])
     rows = (
-        ("prefill", f"{prefill}, first token after {timing['first_token_s']:.2f} s"),
+        ("prefill", f"{report['prefill']}, {prefill}, first token after {timing['first_token_s']:.2f} s"),
         ("decode", decode),
         ("cache", f"{kv['bytes_total'] / MIB:,.2f} MiB for {tokens}; bf16 takes {kv['bf16_bytes'] / MIB:,.2f} MiB"),
         ("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total"),

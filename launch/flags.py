@@ -37,6 +37,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         add_field_flags(parser.add_argument_group(title), fields)
 
 
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the cache, for a command that loads no model; --bits is --kv-bits."""
+    group = parser.add_argument_group("cache")
+    add_field_flags(group, (("--bits", "cache.kv_bits", "the same as --kv-bits"), *_CACHE))
+
+
 def add_field_flags(group: argparse._ActionsContainer, fields: Iterable[tuple[str, str, str]]) -> None:
     """(flag, dotted field, help) each: a value of the field's own type, absent from the result when the flag is not given."""
     for flag, field, says in fields:

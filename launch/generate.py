@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "generate"
 STDOUT = "-"
 _VALUES = (
-    ("--prefill", "generate.prefill", "exact or packed"),
+    ("--prefill", "generate.prefill", "exact, packed, or auto: exact if it fits into memory"),
     ("--chunk", "generate.chunk", "tokens per piece of prefill work; divides 512"),
     ("--max-new-tokens", "generate.max_new_tokens", "tokens to generate at most"),
     ("--temperature", "generate.temperature", "0 = greedy"),

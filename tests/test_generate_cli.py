@@ -32,6 +32,7 @@ REPORT = {
     "token_ids": None,
     "prompt_tokens": None,
     "finish_reason": None,
+    "prefill": None,
     "world": {"size", "tp", "sp", "backend", "device"},
     "kv": {"codec", "key_bits", "value_bits", "stored_bits_per_element", "read_bits_per_element", "read_bits_total"}
     | {"ratio", "ratio_total", "bytes_total", "bytes_per_rank", "bf16_bytes", "sealed_tokens", "exact_tokens"},

@@ -76,7 +76,7 @@ def test_leaves():
     assert graph["kernels"] == set()
     for name in CONFIG:
         assert graph[name] <= set(CONFIG)
-    assert {name for name, imported in graph.items() if "parallel" in imported} <= {"agreement", "engine", "launch"}
+    assert {name for name, imported in graph.items() if "parallel" in imported} <= {"agreement", "engine", "launch", "plan"}
     assert not graph["parallel"] & set(FLOW) - {"codec", "kernels"}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from bitkv_dist import prefill
 from bitkv_dist.cache import Step
-from bitkv_dist.kernels.prefill import causal_attention
+from bitkv_dist.kernels.prefill import causal_attention, masked_sdpa
 
 SHAPES = [(heads, group, n) for heads in (1, 2) for group in (1, 3) for n in (1, 2, 3, 17, 128, 440)]
 
@@ -45,6 +45,14 @@ def test_bfloat16_loses_no_more_than_its_own_rounding(group, n, before):
     naive = scores.softmax(-1) @ v.unsqueeze(1)
     assert found.dtype == torch.bfloat16
     assert (found.double() - wanted).abs().max() <= 2 * (naive.double() - wanted).abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_gpus_pairs_the_same_heads(dtype):
+    """Run on a CPU, where torch takes another kernel for the same call."""
+    q, k, v = inputs(2, 3, 17, 50, dtype=dtype)
+    found, wanted = masked_sdpa(q, k, v, 0.21), plain(q, k, v, 0.21)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 def test_a_mask_on_the_wrong_corner_would_show():

@@ -1,0 +1,188 @@
+"""Bytes of a rank, as exact integers from the same layout numbers that the cache allocates by.
+
+Only the workspace of the prefill is an estimate: the temporaries of one chunk in one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import torch
+
+from bitkv_dist.cache import reserved_granules
+from bitkv_dist.codec.interface import HeadShape, make_codec
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
+from bitkv_dist.parallel import placement
+from bitkv_dist.plan.models import ModelShape
+from bitkv_dist.sequence import exact_rows, sealed_end
+
+FLOAT32_BYTES = 4
+# Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
+MASS_SHARE = 0.5
+# What the libraries take at their first call, in code and buffers, and the allocator between tensors: measured on CPU by
+# benchmarks/prefill_memory.py. A GPU's context is in the memory that its data sheet leaves out (plan/machines.py).
+SPARE_WORKSPACE_BYTES = 56 << 20
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it."""
+
+    stored: int
+    read: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be held and decoded: `batch` sequences of `context` tokens each, prompt and answer together."""
+
+    shape: ModelShape
+    config: CacheConfig
+    context: int
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16  # of weights, hidden states and exact tokens
+    prefill: str = "exact"
+    chunk: int = GRANULE_TOKENS
+    page: PageBytes | None = field(default=None)  # None = as `config` stores it
+
+    @cached_property
+    def page_bytes(self) -> PageBytes:
+        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank allocates. `slack`: the part of `cache` that holds no sealed page. `prefill_peak`: what comes on top of
+    the rest while a prompt of the whole context is read."""
+
+    weights: int
+    cache: int
+    exact: int
+    prefill_peak: int
+    slack: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.exact + self.prefill_peak
+
+
+@cache
+def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype) -> PageBytes:
+    """Of a page as the codecs of `config` write it."""
+    stored, read = 0, 0.0
+    found: dict[CacheConfig, PageBytes] = {}
+    for index in range(layers):
+        own = config.for_layer(index)
+        if own not in found:
+            found[own] = layer_page(own, head_dim, dtype)
+        stored, read = stored + found[own].stored, read + found[own].read
+    return PageBytes(stored, read)
+
+
+def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBytes:
+    codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
+    if config.codec != "planes":
+        return PageBytes(codec.record_bytes, codec.record_bytes)
+    whole = torch.ones(1, 1, dtype=torch.bool)
+    bits = codec.count_reads(whole, 1, 0).bits
+    if config.refines:
+        refined = round(refined_share(config) * config.page_tokens)
+        bits = codec.count_reads(whole, 1, refined).bits
+    return PageBytes(codec.record_bytes, bits / 8)
+
+
+def refined_share(config: CacheConfig) -> float:
+    """The share of sealed tokens that a step reads again with all planes."""
+    rule = config.refine
+    if rule.rule == "mass":
+        return MASS_SHARE
+    tokens = max(rule.min_tokens, -(-rule.value * GRANULE_TOKENS // 1))
+    return min(1.0, tokens / GRANULE_TOKENS)
+
+
+def dense_page(job: Job, element_bytes: int) -> PageBytes:
+    """Of a page that keeps every element in so many bytes, and reads them all: 2 = bf16, 1 = fp8 without its few scales."""
+    size = job.config.page_tokens * job.shape.head_dim * 2 * element_bytes * job.shape.layers
+    return PageBytes(size, size)
+
+
+def rank_bytes(job: Job, tp: int, sp: int) -> RankBytes:
+    """What the fullest rank of a grid allocates."""
+    return max(every_rank(job, tp, sp), key=lambda found: found.total)
+
+
+def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
+    """What the ranks of a grid allocate, by sp_rank; the TP ranks behind one are alike."""
+    shape, config, element = job.shape, job.config, job.dtype.itemsize
+    heads = shape.kv_heads // tp
+    granule = GRANULE_TOKENS // config.page_tokens * heads * job.page_bytes.stored
+    weights = shape.elements(tp) * element
+    exact = job.batch * shape.layers * 2 * heads * exact_rows(config) * shape.head_dim * element
+    reserved = shares(job, sp, reserved_granules(config, job.context) * GRANULE_TOKENS)
+    sealed = sealed_shares(job, sp)
+    found = []
+    for rank, prompt in enumerate(shares(job, sp, job.context)):
+        cache = reserved[rank] // GRANULE_TOKENS * granule
+        slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack))
+    return found
+
+
+def sealed_shares(job: Job, sp: int) -> list[int]:
+    """Sealed tokens of each sequence rank when every sequence has all its tokens."""
+    sink = shares(job, sp, job.config.sink_rounded)
+    return [end - start for end, start in zip(shares(job, sp, sealed_end(job.config, job.context)), sink, strict=True)]
+
+
+def shares(job: Job, sp: int, tokens: int) -> list[int]:
+    """Of the first `tokens` tokens of every sequence, how many lie in granules of each sequence rank."""
+    whole, rest = divmod(tokens, GRANULE_TOKENS)
+    modulus = placement.residue_count(sp)
+    first = [0] * sp  # of the batch's first sequence; the others are turned by their index
+    for residue in range(min(modulus, whole + 1)):
+        granules = (whole - residue + modulus - 1) // modulus
+        first[placement.owner(residue, 0, sp)] += granules * GRANULE_TOKENS + (rest if whole % modulus == residue else 0)
+    found = [0] * sp
+    for turn in range(min(sp, job.batch)):
+        alike = -(-(job.batch - turn) // sp)
+        for rank in range(sp):
+            found[rank] += alike * first[(rank - turn) % sp]
+    return found
+
+
+def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
+    """Exact: hidden states of the prompt tokens in this rank's granules, and the keys and values of one layer. Packed: neither.
+    And the workspace of a chunk; or the logits of the last tokens, if they take more."""
+    shape, element = job.shape, job.dtype.itemsize
+    logits = job.batch * shape.vocabulary * (element + FLOAT32_BYTES)
+    if job.prefill == "packed":
+        return max(packed_workspace(job, tp), logits)
+    hidden = prompt_tokens * shape.hidden * element
+    layer = job.batch * job.context * 2 * (shape.kv_heads // tp) * shape.head_dim * element
+    return max(hidden + layer + exact_workspace(job, tp, sp), logits)
+
+
+def exact_workspace(job: Job, tp: int, sp: int) -> int:
+    """Temporaries of a chunk in a decoder layer, and the round's keys and values as they are exchanged. An estimate."""
+    shape, element = job.shape, job.dtype.itemsize
+    row = 2 * shape.kv_heads // tp * shape.head_dim * element
+    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row) + SPARE_WORKSPACE_BYTES
+
+
+def packed_workspace(job: Job, tp: int) -> int:
+    """Temporaries of a chunk in a decoder layer, and of its attention to sealed and to exact tokens. An estimate."""
+    shape, heads = job.shape, job.shape.heads // tp
+    partials = max(PARTIALS_AT_ONCE, job.context // GRANULE_TOKENS * heads * shape.head_dim)
+    rows = exact_rows(job.config) + job.chunk
+    dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 2 * heads * job.chunk * rows
+    attention = FLOAT32_BYTES * (2 * partials + 4 * SCORES_AT_ONCE + dense)
+    return job.chunk * layer_row_bytes(job, tp) + attention + SPARE_WORKSPACE_BYTES
+
+
+def layer_row_bytes(job: Job, tp: int) -> int:
+    """Bytes per token of a chunk in a decoder layer: the residual and its norm in fp32, projections, attention, the MLP."""
+    shape, element = job.shape, job.dtype.itemsize
+    heads = (2 * shape.heads + 2 * shape.kv_heads) // tp * shape.head_dim
+    return shape.hidden * (2 * element + 2 * FLOAT32_BYTES) + element * (heads + 3 * shape.intermediate // tp)

@@ -1,0 +1,127 @@
+"""Shapes of models, as far as memory and time depend on them: the built-in table, or a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from bitkv_dist.rules import near_miss
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the served architectures. `hidden` is E, `intermediate` the width of its gated MLP."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+    tied: bool = False  # the LM head is the embedding table
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False  # an RMS norm of every query and key head (Qwen3)
+    splits: bool = True  # whether tensor parallelism is served
+
+    def layer_elements(self, tp: int = 1) -> int:
+        """Parameters of a decoder layer on one of `tp` ranks, as transformers' plan splits them: projections by heads or by
+        MLP columns; norms, and biases behind a sum over ranks, whole."""
+        queries, keys = self.heads * self.head_dim // tp, self.kv_heads * self.head_dim // tp
+        columns = self.intermediate // tp
+        projections = self.hidden * (2 * queries + 2 * keys + 3 * columns)
+        biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
+        biases += self.mlp_bias * (2 * columns + self.hidden)
+        return projections + biases + 2 * self.hidden + self.head_norms * 2 * self.head_dim
+
+    def read_elements(self, tp: int = 1) -> int:
+        """Parameters that a decode step reads on one rank: all but the embedding table, of which it looks rows up."""
+        return self.layers * self.layer_elements(tp) + self.hidden + self._table_elements(tp)
+
+    def elements(self, tp: int = 1) -> int:
+        """Parameters that one rank holds."""
+        return self.read_elements(tp) + (0 if self.tied else self._table_elements(tp))
+
+    def _table_elements(self, tp: int) -> int:
+        """Of the embedding table or the LM head, both split by the vocabulary."""
+        return -(-self.vocabulary // tp) * self.hidden
+
+    def tp_choices(self) -> list[int]:
+        """The tensor-parallel sizes that the model can be split by."""
+        shared = gcd(self.kv_heads, self.intermediate) if self.splits else 1
+        return [size for size in range(1, shared + 1) if shared % size == 0]
+
+    def check_tp(self, tp: int) -> None:
+        choices = self.tp_choices()
+        if tp not in choices:
+            nearest = min(choices, key=lambda size: (abs(size - tp), size))
+            shared = f"the {self.kv_heads} KV heads and the MLP width {self.intermediate} of {self.name}"
+            rule = f"must divide {shared}" if self.splits else f"{self.name} is not split"
+            raise ValueError(f"tp {tp}: {rule}; the nearest that is served is {nearest}")
+
+
+# From the models' own config.json.
+_LLAMA_8B = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape("smollm2-135m", 30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True),
+        ModelShape("llama-3.1-8b", **_LLAMA_8B, vocabulary=128256, positions=131072),
+        ModelShape("llama-3-8b-1048k", **_LLAMA_8B, vocabulary=128256, positions=1048576),
+        ModelShape("llama-3.1-70b", 80, 8192, 28672, 64, 8, 128, 128256, 131072),
+        ModelShape("mistral-7b", **_LLAMA_8B, vocabulary=32768, positions=32768),
+        ModelShape("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936, 40960, head_norms=True),
+        ModelShape("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151936, 40960, head_norms=True),
+    )
+}
+# The same by the name on the hub, so that a configuration file plans without the network.
+_HUB = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "gradientai/Llama-3-8B-Instruct-Gradient-1048k": "llama-3-8b-1048k",
+    "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "mistralai/Mistral-7B-v0.3": "mistral-7b",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+}
+
+
+def built_in(name: str) -> ModelShape | None:
+    """The table's entry for a name in any case, or for a hub id."""
+    return MODELS.get(_HUB.get(name, name.lower()))
+
+
+def unknown(name: str) -> ValueError:
+    """What to say about a name that is neither in the table nor a path."""
+    return ValueError(f"model {name!r}: neither a directory nor in the table; {near_miss(name.lower(), MODELS)}")
+
+
+def from_config(name: str, config: Any, head_dim: int, positions: int) -> ModelShape:
+    """The shape that a transformers configuration of a served architecture describes."""
+    kind = config.model_type
+    bias = bool(getattr(config, "attention_bias", False))
+    return ModelShape(
+        name=name,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocabulary=config.vocab_size,
+        positions=positions,
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),
+        output_bias=kind in ("llama", "qwen3") and bias,
+        mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
+        head_norms=kind == "qwen3",
+        splits=kind != "phi3",
+    )
