@@ -23,8 +23,9 @@ CPU_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-
 CPU_SOURCES = {"api.cpp": [], "decoder.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
-    CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mf16c"]
+    CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_SOURCES["avx512.cpp"] = [
+        "-mfma",
         "-mavx512f",
         "-mavx512bw",
         "-mavx512vl",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -188,7 +189,9 @@ class Engine:
         result.prefill_s = time.perf_counter() - started
         live = list(range(len(prompts)))
         for step in range(self.config.max_new_tokens):
-            for sequence, (token, state) in zip(live, self.choose(logits, live, result, on_token), strict=True):
+            with one_torch_thread():
+                chosen = self.choose(logits, live, result, on_token)
+            for sequence, (token, state) in zip(live, chosen, strict=True):
                 result.token_ids[sequence].append(token)
                 self.histories[sequence].append(token)
                 self.pending[sequence] = [token]
@@ -245,6 +248,17 @@ class Engine:
         tokens = min(cache.sink_rounded + cache.recent_tokens + 2 * cache.page_tokens, self.model.max_positions - 2)
         self.generate([[0] * tokens] * self.mesh.sp)  # the first granule of sequence b is rank b's
         self.config, self.cache = config, None
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Torch's workers spin for milliseconds after an operation that they shared, on the cores that the next step's kernels want."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def ignore(done: float, total: int) -> None:

@@ -85,11 +85,8 @@ def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBy
     codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
     if config.codec != "planes":
         return PageBytes(codec.record_bytes, codec.record_bytes)
-    whole = torch.ones(1, 1, dtype=torch.bool)
-    bits = codec.count_reads(whole, 1, 0).bits
-    if config.refines:
-        refined = round(refined_share(config) * config.page_tokens)
-        bits = codec.count_reads(whole, 1, refined).bits
+    refined = round(refined_share(config) * config.page_tokens) if config.refines else 0
+    bits = codec.count_reads(1, 1, refined).bits
     return PageBytes(codec.record_bytes, bits / 8)
 
 

@@ -56,7 +56,7 @@ def load() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(file)
     library.bitkv_choose.restype = ctypes.c_char_p
-    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = ctypes.c_int64
+    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = library.bitkv_attend_prompt.restype = ctypes.c_int64
     return library
 
 

@@ -17,9 +17,9 @@ std::atomic<const Kernels*> chosen{nullptr};
 bool supported(int64_t isa) {
 #ifdef BITKV_X86
     if (isa == 2)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        return supported(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
 #endif
     return isa == 0;
 }
@@ -173,6 +173,21 @@ int64_t bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* 
             worst += out[r * dim + d] * 0.0f;  // NaN from NaN and from infinities
         }
     return worst == 0.0f;
+}
+
+// Causal attention of prompt queries q [HK, G, n, D], the last n of `total` positions, over k and v [total, D] of each KV head, which are
+// head_stride floats apart; out like q. Returns 0, having done nothing, where the instruction set has no such kernel.
+int64_t bitkv_attend_prompt(int64_t kv_heads, int64_t group, int64_t n, int64_t dim, int64_t total, float scale, const float* q, const float* k,
+                            const float* v, int64_t head_stride, float* out, int64_t threads) {
+    constexpr int64_t ROWS = 192;  // of a task: enough that turning a block of keys costs little, few enough to stay in the cache
+    const auto run = kernels().attend_prompt;
+    if (!run) return 0;
+    const int64_t rows = group * n, tasks = (rows + ROWS - 1) / ROWS;
+    Pool::instance().run(kv_heads * tasks, threads, [&](int64_t task) {
+        const int64_t head = task / tasks, first = task % tasks * ROWS, offset = head * rows * dim;
+        run(dim, n, total, scale, q + offset, k + head * head_stride, v + head * head_stride, first, std::min(rows, first + ROWS), out + offset);
+    });
+    return 1;
 }
 
 // Two inner pieces, for tests; see interface.hpp.

@@ -65,6 +65,8 @@ struct Kernels {
     void (*rms_norm)(int64_t n, float eps, const float* x, const float* weight, float* y);
     void (*rotary)(int64_t n, const float* cosine, const float* sine, float* x);
     void (*gated)(int64_t n, float* gate, const float* up);
+    // Some rows of one KV head's prompt queries (prompt.hpp); null: this instruction set leaves prompts to torch.
+    void (*attend_prompt)(int64_t dim, int64_t n, int64_t total, float scale, const float* q, const float* k, const float* v, int64_t first, int64_t last, float* out);
 };
 
 const Kernels& kernels();  // those of the chosen instruction set

@@ -1,6 +1,8 @@
-// One pool of threads for the process; workers sleep between calls, so torch's own threads never compete with spinning ones.
+// One pool of threads for the process. Workers spin for a moment after a call, then sleep: the calls of a decode step follow each other
+// closely, and torch's own threads, which work in between prompts, never compete with spinning ones for long.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -30,22 +32,41 @@ public:
             task_ = &task, count_ = count, next_ = 0, wanted_ = helpers, busy_ = helpers;
             ++generation_;
         }
-        wake_.notify_all();
+        if (asleep_) wake_.notify_all();
         drain();
+        spin([&] { return busy_ == 0; });
         std::unique_lock<std::mutex> lock(mutex_);
         done_.wait(lock, [&] { return busy_ == 0; });
     }
 
 private:
+    static constexpr std::chrono::microseconds SPIN{200};  // the calls of a decode step follow each other within it
+
     void drain() {
         for (int64_t i; (i = next_.fetch_add(1)) < count_;) (*task_)(i);
+    }
+
+    // Waits a little for what another thread is about to do: waking a sleeping thread takes longer than most calls.
+    template <class Condition>
+    static void spin(const Condition& met) {
+        const auto until = std::chrono::steady_clock::now() + SPIN;
+        while (!met() && std::chrono::steady_clock::now() < until) pause();
+    }
+
+    static void pause() {
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
     }
 
     void work(int64_t index) {
         uint64_t seen = 0;
         for (;;) {
+            spin([&] { return generation_ != seen; });
             std::unique_lock<std::mutex> lock(mutex_);
+            ++asleep_;
             wake_.wait(lock, [&] { return generation_ != seen; });
+            --asleep_;
             seen = generation_;
             if (index >= wanted_) continue;
             lock.unlock();
@@ -59,8 +80,9 @@ private:
     std::condition_variable wake_, done_;
     const std::function<void(int64_t)>* task_ = nullptr;
     std::atomic<int64_t> next_{0};
-    int64_t count_ = 0, workers_ = 0, wanted_ = 0, busy_ = 0;
-    uint64_t generation_ = 0;
+    int64_t count_ = 0, workers_ = 0, wanted_ = 0;
+    std::atomic<int64_t> busy_{0}, asleep_{0};
+    std::atomic<uint64_t> generation_{0};
 };
 
 }  // namespace bitkv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
@@ -60,6 +61,19 @@ class View:
             ctypes.c_void_p(signs.data_ptr()), *self._addresses, ctypes.c_int64(torch.get_num_threads()),
         )  # fmt: skip
         return self._exact, self._nodes, refined
+
+
+def attend_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor | None:
+    """Causal attention: q fp32 [HK, G, n, D], queries of the last n of T tokens; k, v fp32 [HK, T, D] -> fp32 [HK, G, n, D]; None where
+    the instruction set has no kernel for it."""
+    heads, group, n, dim = q.shape
+    q, k, v = q.contiguous(), *((k, v) if k.stride() == v.stride() and k.stride()[1:] == (dim, 1) else (k.contiguous(), v.contiguous()))
+    out = torch.empty(q.shape)
+    sizes = [ctypes.c_int64(size) for size in (heads, group, n, dim, k.shape[1])]
+    q_k_v = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v)]
+    ran = cpu.load().bitkv_attend_prompt(*sizes, ctypes.c_float(scaling * math.log2(math.e)), *q_k_v, ctypes.c_int64(k.stride(0)),
+                                         ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads()))  # fmt: skip
+    return out if ran else None
 
 
 def finish(root: Part, exact: Part, signs: torch.Tensor, out: torch.Tensor) -> bool:
