@@ -1,18 +1,22 @@
 """What reading a long prompt exactly takes on every rank, beside the planner's formula.
 
     python benchmarks/prefill_memory.py --tokens 131072 --sp 1,2,4
-    python benchmarks/prefill_memory.py --model smollm2-135m --tokens 8000 --sp 1
+    python benchmarks/prefill_memory.py --model smollm2-135m --tokens 4096 --sp 1
+    python benchmarks/prefill_memory.py --model smollm2-135m --extend --layers 2 --tokens 32768 --sp 1,2
 
 For each number of sequence ranks the engine reads a prompt of random tokens, with a random Llama-shaped model of 2 layers and 4
-heads unless --model names another, and generates two tokens. Measured on every rank: the live tensors by class (weights, packed
-cache, exact windows, and, while an exact prefill runs, hidden states and the keys and values of a layer), the peak of all live
-tensors, and the peak of the resident set minus what it was after the imports. `error` is the planner's figure over the measured
-one, minus 1; the tensors are compared without the planner's constant for libraries. The last line is one JSON object.
+heads unless --model names another, and generates two tokens; --layers ends the run after so many (each needs what the first
+does, but what later ones would touch is not resident). --extend stretches the model's positions over the prompt. Measured on
+every rank: the live tensors by class (weights, packed cache, exact windows, and, while an exact prefill runs, hidden states and
+the keys and values of a layer), the peak of all live tensors, and the peak of the resident set minus what it was after the
+imports. `error` is the planner's figure over the measured one, minus 1; the tensors are compared without the planner's constant
+for libraries. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -28,6 +32,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bitkv_dist import checkpoint
 from bitkv_dist import model as models
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
@@ -39,6 +44,10 @@ NEW_TOKENS = 2
 SHAPE = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 4, "head_dim": 32, "bos_token_id": None, "eos_token_id": None}
 CLASSES = ("weights", "cache", "exact", "hidden", "layer_kv")
+
+
+class EnoughLayers(Exception):
+    """Ends a run that was to measure the first layers only."""
 
 
 class Live(TorchDispatchMode):
@@ -77,6 +86,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(Path(folder), args.tokens)
+        if args.extend:
+            model = extended(model, args.tokens + NEW_TOKENS, Path(folder, "extended"))
         runs = [launch(args, model, sp, Path(folder, f"{sp}.json")) for sp in args.sp]
     show(runs)
     print(json.dumps({"tokens": args.tokens, "config": args.config, "torch": torch.__version__, "runs": runs}))
@@ -87,6 +98,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sp", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--model", help="a model instead of the random one")
+    parser.add_argument("--extend", action="store_true", help="stretch the model's rotary positions to the prompt's length")
+    parser.add_argument("--layers", type=int, help="end an exact prefill after so many layers")
     parser.add_argument("--config", default="4bit")
     parser.add_argument("--prefill", default="exact")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -100,10 +113,27 @@ def random_model(folder: Path, tokens: int) -> str:
     return str(folder / "model")
 
 
+def extended(model: str, positions: int, folder: Path) -> str:
+    """The same model with linearly interpolated rotary positions; its weights are linked, not copied."""
+    place = Path(checkpoint.localise(model))
+    folder.mkdir()
+    for file in place.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    config = json.loads((place / "config.json").read_text())
+    factor = max(1.0, positions / config["max_position_embeddings"])
+    rope = config["rope_parameters"] | {"rope_type": "linear", "factor": factor}
+    config |= {"max_position_embeddings": positions, "rope_parameters": rope}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def launch(args: argparse.Namespace, model: str, sp: int, result: Path) -> dict[str, Any]:
     """Run this file in `sp` processes of one thread each."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sp), __file__]
     flags = {"--model": model, "--tokens": args.tokens, "--config": args.config, "--prefill": args.prefill, "--result": result}
+    if args.layers:
+        flags["--layers"] = args.layers
     command = [*start, *(str(word) for pair in flags.items() for word in pair)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     return json.loads(result.read_text())
@@ -125,8 +155,10 @@ def measure(args: argparse.Namespace) -> None:
         """In the middle of the first layer of an exact prefill, of the prompt of a packed one."""
         if not classes["hidden"] and done >= total / served.layers / 2:
             classes.update(live_by_class(engine, served))
+        if args.layers and done > total * args.layers / served.layers:  # a chunk after them: they are sealed
+            raise EnoughLayers
 
-    with Live() as live:
+    with Live() as live, contextlib.suppress(EnoughLayers):
         engine.generate([prompt], on_prefill=look)
     weights = storages(served.module.parameters())
     own = {"classes": classes, "peak_tensors": live.peak + weights, "peak_rss": resident_bytes("VmHWM") - before}

@@ -137,7 +137,7 @@ def _warnings(found: Plan) -> list[str]:
 
 
 def _parser() -> shell.Parser:
-    parser = shell.Parser(NAME, __doc__)
+    parser = shell.Parser(NAME, __doc__.partition("\n")[0])
     preset = flags.DEFAULT_PRESET
     parser.add_argument("--config", default=preset, metavar="NAME", help=f"preset or YAML file ({preset})")
     job = parser.add_argument_group("job")

@@ -19,7 +19,16 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.launch import plan as command
 from bitkv_dist.plan import grids, latency
 from bitkv_dist.plan.machines import GPUS, NETWORKS, find_gpu, join
-from bitkv_dist.plan.memory import Job, dense_page, every_rank, packed_page, prefill_peak, rank_bytes, shares
+from bitkv_dist.plan.memory import (
+    SPARE_WORKSPACE_BYTES,
+    Job,
+    dense_page,
+    every_rank,
+    packed_page,
+    prefill_peak,
+    rank_bytes,
+    shares,
+)
 from bitkv_dist.plan.models import MODELS, built_in, from_config
 from bitkv_dist.plan.room import fitting_prefill, free_bytes
 from bitkv_dist.report import cache_report
@@ -172,6 +181,21 @@ def test_shares_are_those_of_the_placement(size, batch):
             for token in range(0, tokens, 512):
                 counted[owner(token // 512, sequence, size)] += min(512, tokens - token)
         assert shares(job(batch=batch), size, tokens) == counted
+
+
+def test_an_exact_prefill_peaks_where_planned(tmp_path):
+    """All live tensors, temporaries too: no copy of the keys, nothing that grows beside the formula."""
+    benchmark = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))
+    tokens, live = 8192, benchmark["Live"]()
+    served = model.load(benchmark["random_model"](tmp_path, tokens), dtype=torch.float32, device=CPU)
+    (mesh,) = simulated.run(1, lambda mesh: mesh)
+    engine = Engine(served, CacheConfig(), mesh, GenerateConfig(max_new_tokens=benchmark["NEW_TOKENS"], ignore_eos=True))
+    with live:
+        engine.generate([[7919 * i % 256 for i in range(tokens)]])
+    shape = from_config("random", served.config, served.head_dim, served.max_positions)
+    planned = rank_bytes(Job(shape, CacheConfig(), tokens + benchmark["NEW_TOKENS"], dtype=torch.float32), 1, 1)
+    measured = live.peak + planned.weights
+    assert measured < planned.total - SPARE_WORKSPACE_BYTES < 1.15 * measured
 
 
 def test_stored_bytes_are_those_of_the_readme():

@@ -169,12 +169,15 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
 
 
 def packed_workspace(job: Job, tp: int) -> int:
-    """Temporaries of a chunk in a decoder layer, and of its attention to sealed and to exact tokens. An estimate."""
+    """Temporaries of a chunk in a decoder layer, and of its attention to sealed and to exact tokens. An upper estimate: plain
+    torch holds scores, compiled kernels do not."""
     shape, heads = job.shape, job.shape.heads // tp
-    partials = max(PARTIALS_AT_ONCE, job.context // GRANULE_TOKENS * heads * shape.head_dim)
+    per_query = -(-job.context // GRANULE_TOKENS) * heads * (shape.head_dim + 2)
+    partials = max(per_query, min(PARTIALS_AT_ONCE, job.chunk * per_query))
+    scores = min(SCORES_AT_ONCE, job.chunk * heads * job.context)
     rows = exact_rows(job.config) + job.chunk
-    dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 2 * heads * job.chunk * rows
-    attention = FLOAT32_BYTES * (2 * partials + 4 * SCORES_AT_ONCE + dense)
+    dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 3 * heads * job.chunk * rows
+    attention = FLOAT32_BYTES * (2 * partials + 4 * scores + dense)
     return job.chunk * layer_row_bytes(job, tp) + attention + SPARE_WORKSPACE_BYTES
 
 
