@@ -24,12 +24,14 @@ CPU_SOURCES = {"api.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
     CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mf16c"]
+    CPU_SOURCES["avxvnni.cpp"] = ["-mavx2", "-mf16c", "-mavxvnni"]
     CPU_SOURCES["avx512.cpp"] = [
         "-mavx512f",
         "-mavx512bw",
         "-mavx512vl",
         "-mavx512dq",
         "-mavx512vnni",
+        "-mavx512vbmi",
         "-mf16c",
         "-mprefer-vector-width=512",
     ]

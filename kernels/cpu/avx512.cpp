@@ -1,12 +1,6 @@
-#include "attend.hpp"
-#include "encode.hpp"
-#include "merge.hpp"
+#include "table.hpp"
 
-namespace bitkv {
-
-const Kernels& avx512_kernels() {
-    static const Kernels kernels = {"avx512", plane_dot, select, encode, quantize_query, attend, merge, rotate_back, attend_exact};
+const bitkv::Kernels& bitkv::avx512_kernels() {
+    static const Kernels kernels = table("avx512");
     return kernels;
 }
-
-}  // namespace bitkv

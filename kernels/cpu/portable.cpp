@@ -1,12 +1,6 @@
-#include "attend.hpp"
-#include "encode.hpp"
-#include "merge.hpp"
+#include "table.hpp"
 
-namespace bitkv {
-
-const Kernels& portable_kernels() {
-    static const Kernels kernels = {"portable", plane_dot, select, encode, quantize_query, attend, merge, rotate_back, attend_exact};
+const bitkv::Kernels& bitkv::portable_kernels() {
+    static const Kernels kernels = table("portable");
     return kernels;
 }
-
-}  // namespace bitkv
