@@ -24,6 +24,7 @@ CPU_SOURCES = {"api.cpp": [], "decoder.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
     CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
+    CPU_SOURCES["avxvnni.cpp"] = ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]
     CPU_SOURCES["avx512.cpp"] = [
         "-mfma",
         "-mavx512f",
@@ -31,6 +32,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         "-mavx512vl",
         "-mavx512dq",
         "-mavx512vnni",
+        "-mavx512vbmi",
         "-mf16c",
         "-mprefer-vector-width=512",
     ]

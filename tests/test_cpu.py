@@ -106,24 +106,32 @@ def call(name: str, *arguments) -> None:
     getattr(cpu.load(), name)(*(cpu._pointer(a) if isinstance(a, torch.Tensor) else cpu._sizes(a)[0] for a in arguments))
 
 
-@pytest.mark.parametrize("width", [2, 8, 10, 12, 14, 16, 24, 32])
-def test_plane_dot_is_the_integer_sum(width):
-    """Over words with the top bit set too (C07), rows of zeros, addresses that are not aligned."""
+OPERANDS = {
+    "any": lambda *shape: torch.randint(-127, 128, shape),
+    "large": lambda *shape: torch.randint(0, 2, shape) * 254 - 127,  # four of them exceed a byte
+    "weights": lambda *shape: torch.randint(0, 128, shape),
+    "few": lambda *shape: torch.randint(0, 128, shape) * (torch.rand(shape) < 0.03),
+}
+
+
+@pytest.mark.parametrize("kind", OPERANDS)
+@pytest.mark.parametrize("width", [2, 8, 10, 12, 14, 16, 24, 32, 64])
+def test_level_dot_is_the_integer_sum(width, kind):
+    """Over words with the top bit set too (C07), operands of zeros, addresses that are not aligned."""
     torch.manual_seed(width)
-    for rows in (1, 2, 3, 4, 5, 7, 8, 9):
-        height = 2 * rows + (66 if rows == 9 else 0)
-        memory = torch.randint(0, 256, (height * width * 4 + 1,), dtype=torch.uint8)
+    for rows, planes, height in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 4), (2, 6, 16, 20, 32, 128)):
+        memory = torch.randint(0, 256, (planes * height * width * 4 + 1,), dtype=torch.uint8)
         memory[-9:] = 255
         words = memory[1:]
-        operands = torch.randint(-127, 128, (rows, 4 * height + 3), dtype=torch.int8)[:, 1:]
+        operands = OPERANDS[kind](rows, 4 * height + 3).to(torch.int8)[:, 1:]
         operands[:, 4:8] = 0
         out = torch.empty(rows, 8 * width + 1, dtype=torch.int32)
-        call("bitkv_plane_dot", words, height, width, operands, operands.stride(0), rows, out, out.stride(0))
-        bits = (words.view(height, width, 4, 1) >> torch.arange(8)) & 1  # [k, i, b, j]
-        wanted = torch.einsum(
-            "rkb,kibj->rji", operands[:, : 4 * height].reshape(rows, height, 4).double(), bits.double()
-        ).flatten(1)
-        assert torch.equal(out[:, :-1].double(), wanted)
+        call("bitkv_level_dot", words, planes, height, width, operands, operands.stride(0), rows, out, out.stride(0))
+        bits = (words.view(planes, height, width, 4, 1) >> torch.arange(8)) & 1  # [s, k, i, b, j]
+        powers = 2 ** torch.arange(planes - 1, -1, -1)
+        level = 2 * torch.einsum("s,skibj->kibj", powers.double(), bits.double()) - (2**planes - 1)
+        wanted = torch.einsum("rkb,kibj->rji", operands[:, : 4 * height].reshape(rows, height, 4).double(), level).flatten(1)
+        assert torch.equal(out[:, :-1].double(), wanted), (rows, planes, height)
         assert (out[:, -1] == 99).all()
 
 

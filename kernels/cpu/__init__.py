@@ -1,6 +1,6 @@
 """CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
-The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-512 VNNI) are compiled side by side and
+The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 VBMI + VNNI) are compiled side by side and
 chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-ISAS = {"portable": 0, "avx2": 1, "avx512": 2}
+ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3}
 
 
 class Layout(ctypes.Structure):

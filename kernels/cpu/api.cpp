@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstring>
 #include <vector>
+#ifdef BITKV_X86
+#include <cpuid.h>
+#endif
 
 #include "interface.hpp"
 #include "pool.hpp"
@@ -14,28 +17,43 @@ namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
 
+#ifdef BITKV_X86
+// Bit 4 of EAX of leaf 7, subleaf 1; older compilers have no name for it.
+bool has_avxvnni() {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+// Instruction sets by number; the best that a machine has is the last.
+constexpr int64_t ISAS = 4;
+
 bool supported(int64_t isa) {
 #ifdef BITKV_X86
-    if (isa == 2)
-        return supported(1) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma");
-#endif
+    if (isa > 0 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"))) return false;
+    if (isa == 3)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+    if (isa == 2) return has_avxvnni();
+    return isa <= 1;
+#else
     return isa == 0;
+#endif
 }
 
 const Kernels& kernels_of(int64_t isa) {
 #ifdef BITKV_X86
-    if (isa == 2) return avx512_kernels();
+    if (isa == 3) return avx512_kernels();
+    if (isa == 2) return avxvnni_kernels();
     if (isa == 1) return avx2_kernels();
 #endif
     return portable_kernels();
 }
 
 const Kernels& best() {
-    for (int64_t isa = 2; isa > 0; --isa)
-        if (supported(isa)) return kernels_of(isa);
-    return portable_kernels();
+    int64_t isa = ISAS - 1;
+    while (!supported(isa)) --isa;
+    return kernels_of(isa);
 }
 
 }  // namespace
@@ -47,7 +65,7 @@ const Kernels& bitkv::kernels() {
 
 extern "C" {
 
-// Chooses an instruction set: 0 portable, 1 avx2, 2 avx512, -1 the best. Returns its name, or null if this machine lacks it.
+// Chooses an instruction set: 0 portable, 1 avx2, 2 avxvnni, 3 avx512, -1 the best. Returns its name, or null if this machine lacks it.
 const char* bitkv_choose(int64_t isa) {
     if (isa >= 0 && !supported(isa)) return nullptr;
     const Kernels& found = isa >= 0 ? kernels_of(isa) : best();
@@ -191,8 +209,8 @@ int64_t bitkv_attend_prompt(int64_t kv_heads, int64_t group, int64_t n, int64_t 
 }
 
 // Two inner pieces, for tests; see interface.hpp.
-void bitkv_plane_dot(const uint8_t* words, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
-    kernels().plane_dot(words, height, width, operands, stride, rows, out, out_stride);
+void bitkv_level_dot(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
+    kernels().level_dot(words, planes, height, width, operands, stride, rows, out, out_stride);
 }
 
 void bitkv_select(int64_t rows, int64_t total, const float* scores, int64_t group, int64_t count, int32_t* positions) {

@@ -6,10 +6,11 @@
 #include <vector>
 
 #include "interface.hpp"
+#include "level_dot.hpp"
 #include "numbers.hpp"
-#include "plane_dot.hpp"
 #include "rotate.hpp"
 #include "select.hpp"
+#include "token_codes.hpp"
 
 namespace {
 
@@ -32,187 +33,243 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
+// Tokens to refine: a list for `rows` rows from `row` on, ascending.
+struct List {
+    int64_t row, rows, count;
+    const int32_t* tokens;
+};
+
 // Room for one granule and head. Tokens count from the first valid page; the scales are those of the scanned planes.
 struct Work {
-    std::vector<const uint8_t*> record;  // of the valid pages
-    std::vector<float> key_scale, value_scale, key_centroid, value_centroid;
-    std::vector<int32_t> dots, top, selected, code_sum, integers[2];
-    std::vector<float> scores, p, base, weight, product;
-    std::vector<int8_t> operands[2];
-    std::vector<uint8_t> mark;
+    std::vector<const uint8_t*> record, words, bits;  // of the valid pages; their scanned keys; low bits of selected tokens
+    std::vector<float> scale[2], centroid[2], scores, p, base, weights, product, peak, mass, selected_scale[2], row_scale;
+    std::vector<int32_t> levels, sums, selected, code_sum, refined;
+    std::vector<int64_t> end;
+    std::vector<List> here;
+    std::vector<int8_t> operands;
+    std::vector<uint8_t> mark, gathered;
 };
 
 inline void load_page_metadata(const Layout& l, const Granule& granule, Work& w) {
-    w.record.clear();
-    for (int64_t page = 0; page < l.pages; ++page)
-        if (granule.page_valid[page]) w.record.push_back(granule.records + page * granule.page_stride);
+    w.record.clear(), w.words.clear();
+    for (int64_t page = 0; page < l.pages; ++page) {
+        if (!granule.page_valid[page]) continue;
+        w.record.push_back(granule.records + page * granule.page_stride);
+        w.words.push_back(w.record.back() + l.planes[KEYS]);
+    }
     const int64_t pages = int64_t(w.record.size());
     for (int side = 0; side < 2; ++side) {
-        float* scan = room(side == KEYS ? w.key_scale : w.value_scale, pages * l.tokens);
-        float* centroid = room(side == KEYS ? w.key_centroid : w.value_centroid, pages * l.dim);
+        float *scale = room(w.scale[side], pages * l.tokens), *centroid = room(w.centroid[side], pages * l.dim);
         for (int64_t page = 0; page < pages; ++page) {
-            halves_to_floats(w.record[page] + l.scan[side], l.tokens, scan + page * l.tokens);
+            halves_to_floats(w.record[page] + l.scan[side], l.tokens, scale + page * l.tokens);
             halves_to_floats(w.record[page] + l.centroid[side], l.dim, centroid + page * l.dim);
         }
     }
 }
 
-// The scale of a token's full code: read for refined tokens only.
-inline float full_scale(const Layout& l, Side side, const uint8_t* record, int64_t token) {
-    float scale;
-    halves_to_floats(record + l.full[side] + 2 * token, 1, &scale);
-    return scale;
-}
-
-// The scanned fields of a page that is needed soon.
-inline void prefetch_page(const Layout& l, const uint8_t* record) {
+// The scanned fields of one side of a page that is needed soon.
+inline void prefetch(const Layout& l, Side side, const uint8_t* record) {
     auto fetch = [&](int64_t offset, int64_t bytes) {
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(record + offset + at, 0, 2);
     };
-    for (int side = 0; side < 2; ++side) {
-        fetch(l.planes[side], l.scan_bits[side] * l.tokens * l.dim / 8);
-        fetch(l.scan[side], 2 * l.tokens), fetch(l.centroid[side], 2 * l.dim);
-    }
+    fetch(l.planes[side], l.scan_bits[side] * l.tokens * l.dim / 8);
+    fetch(l.scan[side], 2 * l.tokens), fetch(l.centroid[side], 2 * l.dim);
 }
 
-// out[r][i] = sum of operands times the scanned codes, planes weighted 2^(S-1) .. 1: of keys (i = token) or values (i = dim) of a page.
-inline void scan(const Layout& l, Side side, const uint8_t* record, const int8_t* operands, int64_t rows, Work& w, int32_t* out, int64_t out_stride) {
-    const int64_t height = (side == KEYS ? l.dim : l.tokens) / 4, width = (side == KEYS ? l.tokens : l.dim) / 8;
-    const uint8_t* plane = record + l.planes[side];
-    plane_dot(plane, height, width, operands, 4 * height, rows, out, out_stride);
-    for (int64_t s = 1; s < l.scan_bits[side]; ++s) {
-        int32_t* dots = room(w.dots, rows * 8 * width);
-        plane_dot(plane + s * 4 * height * width, height, width, operands, 4 * height, rows, dots, 8 * width);
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t i = 0; i < 8 * width; ++i) out[r * out_stride + i] = 2 * out[r * out_stride + i] + dots[r * 8 * width + i];
-    }
-}
-
-// One query's group of rows: what its scores and values have in common.
+// A group's rows of one query, `first` the number of the first among all queries.
 struct Rows {
-    int64_t count, first;  // rows first .. first + count - 1 of the queries
+    int64_t count, first;
     const int8_t* codes;
-    bool lists;  // of selected tokens: one per row, else one for all
-    int64_t selected;  // tokens in a list
 };
 
+// Scores of the scanned code; `levels` keeps their integers.
 inline void score(const Layout& l, const Queries& q, const Refinement& refine, const Granule& granule, const Rows& rows, Work& w) {
     const int64_t P = l.tokens, D = l.dim, pages = int64_t(w.record.size()), total = pages * P;
-    int32_t *top = room(w.top, rows.count * total), *code_sum = room(w.code_sum, rows.count);
+    int32_t* levels = room(w.levels, rows.count * total);
     float *scores = room(w.scores, rows.count * total), *base = room(w.base, rows.count * pages), *product = room(w.product, D);
-    const int32_t middle = (1 << l.scan_bits[KEYS]) - 1;
     const float unit = level_unit(l.scan_bits[KEYS]);
-    for (int64_t r = 0; r < rows.count; ++r) {
-        code_sum[r] = 0;
-        for (int64_t d = 0; d < D; ++d) code_sum[r] += rows.codes[r * D + d];
-    }
+    level_dot(w.words.data(), pages, l.scan_bits[KEYS], D / 4, P / 8, rows.codes, D, rows.count, levels, total, [&](int64_t page) {
+        if (granule.next) prefetch(l, KEYS, granule.next + page * granule.page_stride);
+    });
     for (int64_t page = 0; page < pages; ++page) {
-        if (granule.next) prefetch_page(l, granule.next + page * granule.page_stride);
-        scan(l, KEYS, w.record[page], rows.codes, rows.count, w, top + page * P, total);
-        const float *centroid = &w.key_centroid[page * D], *a = &w.key_scale[page * P];
+        const float *centroid = &w.centroid[KEYS][page * D], *a = &w.scale[KEYS][page * P];
         for (int64_t r = 0; r < rows.count; ++r) {
             const float *rotated = q.rotated + (rows.first + r) * D, scale = q.scale[rows.first + r], noise = q.norm2[rows.first + r] * refine.scan_noise;
             for (int64_t d = 0; d < D; ++d) product[d] = rotated[d] * centroid[d];
             const float c = base[r * pages + page] = fold_sum(product, D);
-            const int32_t *dots = top + r * total + page * P, offset = middle * code_sum[r];
+            const int32_t* level = levels + r * total + page * P;
             float* to = scores + r * total + page * P;
-            for (int64_t t = 0; t < P; ++t) to[t] = (float(2 * dots[t] - offset) * scale * (a[t] * unit) + noise * (a[t] * a[t])) + c;
+            for (int64_t t = 0; t < P; t += 16) {
+                const Sixteen size = load16(a + t), coded = __builtin_convertvector(load16(level + t), Sixteen) * scale * (size * unit);
+                store16(to + t, (coded + noise * (size * size)) + c);
+            }
         }
     }
 }
 
-// Selected tokens, their scores by the full code, and how many there are in any row.
-inline int64_t rescore(const Layout& l, const Queries& q, const Refinement& refine, const Rows& rows, Work& w) {
-    const int64_t P = l.tokens, D = l.dim, pages = int64_t(w.record.size()), total = pages * P, lists = rows.lists ? rows.count : 1;
-    const int64_t low[2] = {l.bits[KEYS] - l.scan_bits[KEYS], l.bits[VALUES] - l.scan_bits[VALUES]};
-    int32_t* selected = room(w.selected, lists * rows.selected);
-    select(rows.count, total, w.scores.data(), !rows.lists, rows.selected, selected);
-    auto row_of = [&](int side, int64_t t) { return w.record[t / P] + l.low[side] + t % P * (low[side] * D / 8); };
-    for (int64_t i = 0; i < lists * rows.selected; ++i)
-        for (int side = 0; side < 2; ++side)
-            for (int64_t at = 0; at < low[side] * D / 8; at += 64) __builtin_prefetch(row_of(side, selected[i]) + at, 0, 3);
-    const int32_t middle = (1 << l.bits[KEYS]) - 1;
-    for (int64_t r = 0; r < rows.count && low[KEYS]; ++r) {
-        const float scale = q.scale[rows.first + r], noise = q.norm2[rows.first + r] * refine.full_noise;
-        const int32_t* list = selected + (rows.lists ? r * rows.selected : 0);
-        for (int64_t i = 0; i < rows.selected; ++i) {
-            const int64_t t = list[i];
-            const int32_t dot = w.top[r * total + t] * (1 << low[KEYS]) + low_dot(row_of(KEYS, t), low[KEYS], D, rows.codes + r * D);
-            const float integer = float(2 * dot - middle * w.code_sum[r]), a = full_scale(l, KEYS, w.record[t / P], t % P);
-            w.scores[r * total + t] = (integer * scale * (a * 0.5f) + noise * (a * a)) + w.base[r * pages + t / P];
-        }
-    }
-    if (!rows.lists) return rows.selected;
-    uint8_t* mark = room(w.mark, total);
-    std::memset(mark, 0, size_t(total));
-    int64_t refined = 0;
-    for (int64_t i = 0; i < lists * rows.selected; ++i) refined += !mark[selected[i]], mark[selected[i]] = 1;
-    return refined;
+// Where the low bits of a token's code lie.
+inline const uint8_t* low_bits(const Layout& l, Side side, const Work& w, int64_t token) {
+    return w.record[token / l.tokens] + l.low[side] + token % l.tokens * ((l.bits[side] - l.scan_bits[side]) * l.dim / 8);
 }
 
-// Weights fp32 [P] -> operands 0..127 of plane_dot; returns their scale, max / 127. Below 2^-100 a page cannot count beside the
-// granule's largest weight, and the quotient would overflow.
-inline float quantize_weights(const float* weights, int64_t tokens, int8_t* operands, int32_t* sum) {
+// Scales of the full codes of a list's tokens.
+inline const float* full_scales(const Layout& l, Side side, const List& list, Work& w) {
+    float* scale = room(w.selected_scale[side], list.count);
+    for (int64_t i = 0; i < list.count; ++i)
+        halves_to_floats(w.record[list.tokens[i] / l.tokens] + l.full[side] + 2 * (list.tokens[i] % l.tokens), 1, scale + i);
+    return scale;
+}
+
+// What a list's tokens need that the scan did not read.
+inline void prefetch(const Layout& l, const List& list, const Work& w) {
+    for (int side = 0; side < 2; ++side) {
+        const int64_t bytes = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
+        for (int64_t i = 0; i < list.count && bytes; ++i) {
+            const uint8_t* low = low_bits(l, Side(side), w, list.tokens[i]);
+            __builtin_prefetch(low, 0, 3), __builtin_prefetch(low + bytes - 1, 0, 3);
+            for (int64_t at = 64; at < bytes - 1; at += 64) __builtin_prefetch(low + at, 0, 3);
+            __builtin_prefetch(w.record[list.tokens[i] / l.tokens] + l.full[side] + 2 * (list.tokens[i] % l.tokens), 0, 3);
+        }
+    }
+}
+
+// Scores of a list's tokens by their full codes.
+inline void rescore(const Layout& l, const Queries& q, const Refinement& refine, const Rows& rows, const List& list, Work& w) {
+    const int64_t P = l.tokens, D = l.dim, pages = int64_t(w.record.size()), total = pages * P, low = l.bits[KEYS] - l.scan_bits[KEYS];
+    w.bits.clear();
+    for (int64_t i = 0; i < list.count; ++i) w.bits.push_back(low_bits(l, KEYS, w, list.tokens[i]));
+    int32_t* dots = room(w.refined, list.rows * list.count);
+    token_dots(w.bits.data(), list.count, low, D, rows.codes + list.row * D, list.rows, dots);
+    const float* a = full_scales(l, KEYS, list, w);
+    for (int64_t r = 0; r < list.rows; ++r) {
+        const int64_t row = list.row + r;
+        const float scale = q.scale[rows.first + row], noise = q.norm2[rows.first + row] * refine.full_noise;
+        int32_t code_sum = 0;
+        for (int64_t d = 0; d < D; ++d) code_sum += rows.codes[row * D + d];
+        for (int64_t i = 0; i < list.count; ++i) {
+            const int64_t t = list.tokens[i];
+            // 2 code - (2^B - 1) = 2^low (2 top - (2^S - 1)) + 2 bits - (2^low - 1)
+            const int32_t level = w.levels[row * total + t] * (1 << low) + 2 * dots[r * list.count + i] - ((1 << low) - 1) * code_sum;
+            w.scores[row * total + t] = (float(level) * scale * (a[i] * 0.5f) + noise * (a[i] * a[i])) + w.base[row * pages + t / P];
+        }
+    }
+}
+
+// Weights fp32 [P] -> integers 0..127; returns their scale, max / 127. Below 2^-100 a page cannot count beside the granule's largest
+// weight, and the quotient would overflow.
+inline float quantize_weights(const float* weights, int64_t tokens, int8_t* integers) {
     const float peak = max16(weights, tokens), factor = peak < 7.9e-31f ? 0.0f : 127.0f / peak;
-    int32_t total = 0;
-    for (int64_t t = 0; t < tokens; ++t) {
-        const int32_t integer = round_int(weights[t] * factor);
-        operands[t] = int8_t(integer);
-        total += integer;
+    typedef int8_t SixteenBytes __attribute__((vector_size(16)));
+    for (int64_t t = 0; t < tokens; t += 16) {  // the sum with ROUNDER ends in the integer
+        const SixteenBytes bytes = __builtin_convertvector((SixteenInts)(load16(weights + t) * factor + ROUNDER), SixteenBytes);
+        std::memcpy(integers + t, &bytes, sizeof bytes);
     }
-    *sum = total;
     return peak / 127.0f;
 }
 
-// o += sum over the page of p times value; `at` and `end` bound the part of each list of selected tokens that lies in this page.
-inline void add_values(const Layout& l, int64_t page, const Rows& rows, bool split, const int64_t* at, const int64_t* end, Work& w, float* l_out, float* o) {
-    const int64_t P = l.tokens, D = l.dim, total = int64_t(w.record.size()) * P, low = l.bits[VALUES] - l.scan_bits[VALUES];
-    const float *centroid = &w.value_centroid[page * D], *scan_scale = &w.value_scale[page * P];
-    float *weight = room(w.weight, P), *mass = room(w.base, 3 * rows.count), *scale[2] = {mass + rows.count, mass + 2 * rows.count};
-    int32_t* offset = room(w.code_sum, 2 * rows.count);
-    int8_t* operands[2] = {room(w.operands[0], rows.count * P), room(w.operands[1], rows.count * P)};
-    int32_t* integers[2] = {room(w.integers[0], rows.count * D), room(w.integers[1], rows.count * D)};
+// o += mass * centroid + sum of weights times scanned values of a page, for all rows; weights fp32 [rows][P], mass [rows].
+inline void add_scanned(const Layout& l, int64_t page, int64_t rows, const float* weights, const float* mass, Work& w, float* o) {
+    const int64_t P = l.tokens, D = l.dim;
+    int8_t* operands = room(w.operands, rows * P);
+    int32_t* sums = room(w.sums, rows * D);
+    float* scale = room(w.row_scale, rows);
+    for (int64_t r = 0; r < rows; ++r) scale[r] = quantize_weights(weights + r * P, P, operands + r * P) * level_unit(l.scan_bits[VALUES]);
+    const uint8_t* words = w.record[page] + l.planes[VALUES];
+    level_dot(&words, 1, l.scan_bits[VALUES], P / 4, D / 8, operands, P, rows, sums, D, [](int64_t) {});
+    const float* centroid = &w.centroid[VALUES][page * D];
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < D; ++d) o[r * D + d] += mass[r] * centroid[d] + float(sums[r * D + d]) * scale[r];
+}
+
+// o += sum of weights times values of some tokens of one page by their full codes, for the rows of their list; `a`: their full scales.
+inline void add_refined(const Layout& l, const List& list, const float* a, const float* p, int64_t stride, Work& w, float* o) {
+    const int64_t P = l.tokens, D = l.dim, low = l.bits[VALUES] - l.scan_bits[VALUES], padded = (list.count + 15) / 16 * 16;
+    uint8_t* bits = room(w.gathered, list.count * l.bits[VALUES] * D / 8);
+    for (int64_t i = 0; i < list.count; ++i) {
+        const uint8_t* words = w.record[list.tokens[i] / P] + l.planes[VALUES];
+        uint8_t* to = bits + i * l.bits[VALUES] * D / 8;
+        for (int64_t s = 0; s < l.scan_bits[VALUES]; ++s) value_bits(words + s * P * D / 8, D, list.tokens[i] % P, to + s * D / 8);
+        std::memcpy(to + l.scan_bits[VALUES] * D / 8, low_bits(l, VALUES, w, list.tokens[i]), size_t(low * D / 8));
+    }
+    int8_t* operands = room(w.operands, list.rows * padded);
+    float *weights = room(w.weights, padded), *scale = room(w.row_scale, list.rows);
+    int32_t *sums = room(w.sums, list.rows * D), *offset = room(w.code_sum, list.rows);
+    for (int64_t i = list.count; i < padded; ++i) weights[i] = 0.0f;
+    for (int64_t r = 0; r < list.rows; ++r) {
+        for (int64_t i = 0; i < list.count; ++i) weights[i] = p[(list.row + r) * stride + list.tokens[i]] * a[i];
+        scale[r] = quantize_weights(weights, padded, operands + r * padded) * 0.5f;
+        offset[r] = 0;
+        for (int64_t i = 0; i < list.count; ++i) offset[r] += operands[r * padded + i];
+        offset[r] *= (1 << l.bits[VALUES]) - 1;
+    }
+    token_sums(bits, list.count, l.bits[VALUES], D, operands, padded, list.rows, sums);
+    for (int64_t r = 0; r < list.rows; ++r)
+        for (int64_t d = 0; d < D; ++d) o[(list.row + r) * D + d] += float(2 * sums[r * D + d] - offset[r]) * scale[r];
+}
+
+// p = 2^(score - m) and m of every row. `shifted`: p holds 2^(score - peak) of the scores before the lists' tokens were scored again.
+inline void weigh(const Rows& rows, int64_t total, const std::vector<List>& lists, bool shifted, Work& w, float* m) {
     for (int64_t r = 0; r < rows.count; ++r) {
-        const float* p = &w.p[r * total + page * P];
-        mass[r] = sum16(p, P);
-        l_out[r] += mass[r];
-        for (int64_t t = 0; t < P; ++t) weight[t] = p[t] * scan_scale[t];
-        const int64_t list = rows.lists ? r : 0;
-        const int32_t* selected = w.selected.data() + list * rows.selected;
-        if (split) for (int64_t i = at[list]; i < end[list]; ++i) weight[selected[i] - page * P] = 0.0f;
-        scale[0][r] = quantize_weights(weight, P, operands[0] + r * P, offset + r) * level_unit(l.scan_bits[VALUES]);
-        if (!split) continue;
-        std::memset(weight, 0, size_t(P) * sizeof(float));
-        for (int64_t i = at[list]; i < end[list]; ++i) {
-            const int64_t t = selected[i] - page * P;
-            weight[t] = p[t] * full_scale(l, VALUES, w.record[page], t);
+        const float* scores = &w.scores[r * total];
+        float* p = &w.p[r * total];
+        m[r] = max16(scores, total);
+        if (!shifted || !(std::fabs(w.peak[r] - m[r]) < 32.0f)) {
+            exp2_shifted(scores, m[r], total, p);
+            continue;
         }
-        scale[1][r] = quantize_weights(weight, P, operands[1] + r * P, offset + rows.count + r) * 0.5f;
+        const float factor = exp2_fast(w.peak[r] - m[r]);
+        for (int64_t t = 0; t < total; t += 16) store16(p + t, load16(p + t) * factor);
+        for (int64_t i = 0; i < lists[0].count; ++i) p[lists[0].tokens[i]] = exp2_fast(scores[lists[0].tokens[i]] - m[r]);
     }
-    for (int pass = 0; pass < (split ? 2 : 1); ++pass) {
-        scan(l, VALUES, w.record[page], operands[pass], rows.count, w, integers[pass], D);
-        const int32_t middle = (1 << (pass ? l.bits : l.scan_bits)[VALUES]) - 1;
-        if (pass) {
-            for (int64_t i = 0; i < rows.count * D; ++i) integers[1][i] *= 1 << low;
-            low_values(w.record[page] + l.low[VALUES], low, D, operands[1], P, rows.count, integers[1]);
-        }
+}
+
+// Values of all pages: partials l, o of the rows from their weights p.
+inline void add_values(const Layout& l, const Granule& granule, const Rows& rows, const std::vector<List>& lists, Work& w, float* l_out, float* o) {
+    const int64_t P = l.tokens, pages = int64_t(w.record.size()), total = pages * P;
+    const bool split = !lists.empty() && l.scan_bits[VALUES] < l.bits[VALUES];
+    float* mass = room(w.mass, rows.count);
+    std::vector<int64_t>& end = w.end;
+    end.assign(lists.size(), 0);
+    for (int64_t page = 0; page < pages; ++page) {
+        if (granule.next) prefetch(l, VALUES, granule.next + page * granule.page_stride);
+        float* weights = room(w.weights, rows.count * P);
+        const float* a = &w.scale[VALUES][page * P];
         for (int64_t r = 0; r < rows.count; ++r) {
-            const float s = scale[pass][r], c = pass ? 0.0f : mass[r];
-            const int32_t *code = integers[pass] + r * D, shift = middle * offset[pass * rows.count + r];
-            float* to = o + r * D;
-            if (pass) for (int64_t d = 0; d < D; ++d) to[d] += float(2 * code[d] - shift) * s;
-            else for (int64_t d = 0; d < D; ++d) to[d] += c * centroid[d] + float(2 * code[d] - shift) * s;
+            const float* p = &w.p[r * total + page * P];
+            mass[r] = sum16(p, P);
+            l_out[r] += mass[r];
+            for (int64_t t = 0; t < P; t += 16) store16(weights + r * P + t, load16(p + t) * load16(a + t));
         }
+        w.here.clear();
+        for (size_t i = 0; split && i < lists.size(); ++i) {
+            const int64_t first = end[i];
+            while (end[i] < lists[i].count && lists[i].tokens[end[i]] < (page + 1) * P) ++end[i];
+            if (end[i] == first) continue;
+            w.here.push_back({lists[i].row, lists[i].rows, end[i] - first, lists[i].tokens + first});
+            for (int64_t r = lists[i].row; r < lists[i].row + lists[i].rows; ++r)
+                for (int64_t j = first; j < end[i]; ++j) weights[r * P + lists[i].tokens[j] - page * P] = 0.0f;
+        }
+        add_scanned(l, page, rows.count, weights, mass, w, o);
+        for (const List& list : w.here) add_refined(l, list, full_scales(l, VALUES, list, w), w.p.data(), total, w, o);
     }
+}
+
+// Tokens in any of the lists.
+inline int64_t count_refined(const std::vector<List>& lists, int64_t total, Work& w) {
+    uint8_t* mark = room(w.mark, total);
+    std::memset(mark, 0, size_t(total));
+    int64_t refined = 0;
+    for (const List& list : lists)
+        for (int64_t i = 0; i < list.count; ++i) refined += !mark[list.tokens[i]], mark[list.tokens[i]] = 1;
+    return refined;
 }
 
 inline int64_t attend(const Layout& l, const Queries& q, int64_t head, const Granule& granule, const Refinement& refine, PartialOut out) {
     thread_local Work w;
+    thread_local std::vector<List> lists;
     load_page_metadata(l, granule, w);
-    const int64_t P = l.tokens, D = l.dim, G = q.group, pages = int64_t(w.record.size()), total = pages * P;
+    const int64_t D = l.dim, G = q.group, total = int64_t(w.record.size()) * l.tokens;
     const int64_t chosen = std::min<int64_t>(total, std::max<int64_t>(refine.min_tokens, int64_t(std::ceil(double(total) * refine.share))));
-    const bool lists = !refine.group && G > 1, split = refine.enabled && l.scan_bits[VALUES] < l.bits[VALUES];
-    std::vector<int64_t> at(G), end(G);
     int64_t refined = 0;
     for (int64_t query = 0; query < q.count; ++query) {
         float *m = out.m + query * G, *sum = out.l + query * G, *o = out.o + query * G * D;
@@ -223,22 +280,23 @@ inline int64_t attend(const Layout& l, const Queries& q, int64_t head, const Gra
             continue;
         }
         const int64_t first = (head * q.count + query) * G;
-        const Rows rows = {G, first, q.codes + first * D, lists, chosen};
+        const Rows rows = {G, first, q.codes + first * D};
         score(l, q, refine, granule, rows, w);
-        if (refine.enabled) refined += rescore(l, q, refine, rows, w);
-        float* p = room(w.p, G * total);
-        for (int64_t r = 0; r < G; ++r) {
-            m[r] = max16(&w.scores[r * total], total);
-            exp2_shifted(&w.scores[r * total], m[r], total, p + r * total);
+        room(w.p, G * total);
+        lists.clear();
+        bool shifted = false;
+        if (refine.enabled) {
+            const int64_t apart = refine.group ? 1 : G;
+            int32_t* tokens = room(w.selected, apart * chosen);
+            shifted = select(G, total, w.scores.data(), refine.group != 0, chosen, tokens, room(w.peak, G), w.p.data());
+            for (int64_t i = 0; i < apart; ++i) lists.push_back({i, G / apart, chosen, tokens + i * chosen});
+            for (const List& list : lists) prefetch(l, list, w);
+            if (l.scan_bits[KEYS] < l.bits[KEYS])
+                for (const List& list : lists) rescore(l, q, refine, rows, list, w);
+            refined += count_refined(lists, total, w);
         }
-        std::fill(end.begin(), end.end(), 0);
-        for (int64_t page = 0; page < pages; ++page) {
-            for (int64_t list = 0; split && list < (lists ? G : 1); ++list) {
-                at[list] = end[list];
-                while (end[list] < chosen && w.selected[list * chosen + end[list]] < (page + 1) * P) ++end[list];
-            }
-            add_values(l, page, rows, split, at.data(), end.data(), w, sum, o);
-        }
+        weigh(rows, total, lists, shifted, w, m);
+        add_values(l, granule, rows, lists, w, sum, o);
     }
     return refined;
 }

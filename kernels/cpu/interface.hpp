@@ -48,9 +48,9 @@ struct Matrix {
 
 struct Kernels {
     const char* name;
-    // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of bit 8 b + j of words[k][i] times operands[r][4 k + b]; k < height.
-    // Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to be aligned.
-    void (*plane_dot)(const uint8_t* words, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride);
+    // out int32 [rows][8 W]: out[r][j W + i] = sum over k, b of operands[r][4 k + b] times the level that bits 8 b + j of words[plane][k][i]
+    // stand for; k < height. Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to be aligned.
+    void (*level_dot)(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride);
     // scores [rows][total] -> ascending positions of `count` tokens each: one list if group, else `rows` of them.
     void (*select)(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions);
     void (*encode)(const Layout&, Side, const float* x, const float* signs, int64_t unbiased, uint8_t* record);
@@ -74,6 +74,7 @@ const Kernels& kernels();  // those of the chosen instruction set
 const Kernels& portable_kernels();
 #ifdef BITKV_X86
 const Kernels& avx2_kernels();
+const Kernels& avxvnni_kernels();
 const Kernels& avx512_kernels();
 #endif
 

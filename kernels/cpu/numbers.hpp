@@ -48,7 +48,7 @@ constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^
 inline int32_t round_int(float x) { return bits_of(x + ROUNDER) - bits_of(ROUNDER); }
 
 // 2^x for x <= 0 (and small positive x); 0 below -126.5. Error below 2 ulp: the polynomial of degree 5 with the least relative error
-// on [-1/2, 1/2] that is exact at 0. No branch, so that loops over it vectorise; NaN stays NaN.
+// on [-1/2, 1/2] that is exact at 0. NaN stays NaN. The sum with ROUNDER has the exponent in its lowest bits.
 inline float exp2_fast(float x) {
     const float y = x < -127.0f ? -127.0f : x;
     const float shifted = y + ROUNDER;
@@ -59,12 +59,27 @@ inline float exp2_fast(float x) {
     p = p * f + 2.4022242e-1f;
     p = p * f + 6.9314700e-1f;
     p = p * f + 1.0f;
-    return p * float_of(int32_t((uint32_t(bits_of(shifted)) - uint32_t(bits_of(ROUNDER)) + 127u) << 23));
+    return p * float_of(int32_t((uint32_t(bits_of(shifted)) << 23) + (127u << 23)));
 }
 
-// p = 2^(x - shift)
-inline void exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
-    for (int64_t i = 0; i < n; ++i) p[i] = exp2_fast(x[i] - shift);
+// Sixteen at a time: the compiler splits them where registers are narrower.
+typedef float Sixteen __attribute__((vector_size(64)));
+typedef int32_t SixteenInts __attribute__((vector_size(64)));
+
+inline Sixteen load16(const float* from) { Sixteen x; std::memcpy(&x, from, sizeof x); return x; }
+inline SixteenInts load16(const int32_t* from) { SixteenInts x; std::memcpy(&x, from, sizeof x); return x; }
+inline void store16(float* to, Sixteen x) { std::memcpy(to, &x, sizeof x); }
+inline Sixteen larger(Sixteen a, Sixteen b) { return a > b ? a : b; }  // b if either is NaN
+
+inline Sixteen exp2_fast(Sixteen x) {
+    const Sixteen zero = {}, y = larger(zero - 127.0f, x), shifted = y + ROUNDER, f = y - (shifted - ROUNDER);
+    Sixteen p = zero + 1.3264727e-3f;
+    p = p * f + 9.6715130e-3f;
+    p = p * f + 5.5507336e-2f;
+    p = p * f + 2.4022242e-1f;
+    p = p * f + 6.9314700e-1f;
+    p = p * f + 1.0f;
+    return p * (Sixteen)(((SixteenInts)shifted << 23) + (127 << 23));
 }
 
 // The fold of sixteen: the second half is added to the first.
@@ -77,27 +92,36 @@ inline float fold16(const float* x) {
 
 // Sixteen interleaved running sums, then a fold: one order for every instruction set and thread count.
 inline float sum16(const float* x, int64_t n) {
-    float lane[16] = {};
+    Sixteen sum = {};
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; ++j) lane[j] += x[i + j];
+    for (; i + 16 <= n; i += 16) sum += load16(x + i);
+    float lane[16];
+    store16(lane, sum);
     for (int j = 0; i + j < n; ++j) lane[j] += x[i + j];
     return fold16(lane);
 }
 
-typedef float Sixteen __attribute__((vector_size(64)));  // the compiler splits it where registers are narrower
-
-inline float max16(const float* x, int64_t n) {
-    float lane[16];
-    for (int j = 0; j < 16; ++j) lane[j] = -INFINITY;
-    Sixteen most, next;
-    std::memcpy(&most, lane, sizeof most);
+// p = 2^(x - shift); returns their sum16.
+inline float exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
+    Sixteen sum = {};
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        std::memcpy(&next, x + i, sizeof next);
-        most = next > most ? next : most;
+        const Sixteen y = exp2_fast(load16(x + i) - shift);
+        store16(p + i, y);
+        sum += y;
     }
-    std::memcpy(lane, &most, sizeof most);
+    float lane[16];
+    store16(lane, sum);
+    for (int j = 0; i + j < n; ++j) lane[j] += p[i + j] = exp2_fast(x[i + j] - shift);
+    return fold16(lane);
+}
+
+inline float max16(const float* x, int64_t n) {
+    Sixteen most = Sixteen{} - INFINITY;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) most = larger(load16(x + i), most);
+    float lane[16];
+    store16(lane, most);
     for (; i < n; ++i) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
     for (int width = 8; width; width /= 2)
         for (int j = 0; j < width; ++j) lane[j] = lane[j + width] > lane[j] ? lane[j + width] : lane[j];

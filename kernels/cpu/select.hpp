@@ -3,6 +3,9 @@
 #include <cmath>
 #include <cstdint>
 #include <vector>
+#if defined(__AVX512VBMI__)
+#include <immintrin.h>
+#endif
 
 #include "numbers.hpp"
 
@@ -21,6 +24,28 @@ inline int32_t ordered(float x) {
     return i ^ ((i >> 31) & 0x7fffffff);
 }
 
+// Ascending positions of the keys above `low` and of the first `ties` that equal it; `count` in all.
+inline void collect(const int32_t* keys, int64_t n, int32_t low, int64_t ties, int64_t count, int32_t* out) {
+    int64_t t = 0, found = 0;
+#if defined(__AVX512VBMI__)
+    const __m512i threshold = _mm512_set1_epi32(low);
+    __m512i position = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (; t + 16 <= n; t += 16, position = _mm512_add_epi32(position, _mm512_set1_epi32(16))) {
+        const __m512i key = _mm512_loadu_si512(keys + t);
+        uint32_t equal = _mm512_cmpeq_epi32_mask(key, threshold), taken = _mm512_cmpgt_epi32_mask(key, threshold);
+        for (; equal && ties; equal &= equal - 1, --ties) taken |= equal & -equal;
+        if (!taken) continue;
+        const int64_t here = __builtin_popcount(taken);
+        _mm512_mask_storeu_epi32(out + found, (1u << here) - 1, _mm512_maskz_compress_epi32(__mmask16(taken), position));
+        found += here;
+    }
+#endif
+    for (; t < n && found < count; ++t) {
+        if (keys[t] < low || (keys[t] == low && --ties < 0)) continue;
+        out[found++] = int32_t(t);
+    }
+}
+
 // Positions of the `count` largest of n keys, ascending; ties go to the lower position. No sort: bisection on the value.
 inline void largest(const int32_t* keys, int64_t n, int64_t count, int32_t* out) {
     if (count <= 0) return;
@@ -35,18 +60,16 @@ inline void largest(const int32_t* keys, int64_t n, int64_t count, int32_t* out)
         if (reached >= count) low = middle; else high = middle - 1;
         if (reached == count) break;
     }
+    const int32_t threshold = int32_t(low);
     int32_t above = 0;
-    for (int64_t t = 0; t < n; ++t) above += keys[t] > low;
-    int64_t ties = count - above;
-    for (int64_t t = 0, found = 0; found < count; ++t) {
-        if (keys[t] < low || (keys[t] == low && --ties < 0)) continue;
-        out[found++] = int32_t(t);
-    }
+    for (int64_t t = 0; t < n; ++t) above += keys[t] > threshold;
+    collect(keys, n, threshold, count - above, count, out);
 }
 
 // scores [rows][total] -> ascending positions of the `count` tokens to refine: one list for all rows of a group, else a list per row.
-inline void select(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions) {
-    thread_local std::vector<float> ranks, weights;
+// A group also leaves its rows' largest scores in `peak` and 2^(score - peak) in p [rows][total]; true if it did.
+inline bool select(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions, float* peak, float* p) {
+    thread_local std::vector<float> ranks;
     thread_local std::vector<int32_t> ordered_ranks;
     int32_t* keys = room(ordered_ranks, total);
     if (!group || rows == 1) {
@@ -54,19 +77,19 @@ inline void select(int64_t rows, int64_t total, const float* scores, bool group,
             for (int64_t t = 0; t < total; ++t) keys[t] = ordered(scores[r * total + t]);
             largest(keys, total, count, positions + r * count);
         }
-        return;
+        return false;
     }
-    float *p = room(weights, total), *rank = room(ranks, total);
+    float* rank = room(ranks, total);
     for (int64_t r = 0; r < rows; ++r) {
         const float* score = scores + r * total;
-        const float peak = max16(score, total);
-        exp2_shifted(score, peak, total, p);
-        const float log_sum_exp = peak + std::log2(sum16(p, total));
+        peak[r] = max16(score, total);
+        const float log_sum_exp = peak[r] + std::log2(exp2_shifted(score, peak[r], total, p + r * total));
         if (r == 0) for (int64_t t = 0; t < total; ++t) rank[t] = score[t] - log_sum_exp;
         else for (int64_t t = 0; t < total; ++t) rank[t] = score[t] - log_sum_exp > rank[t] ? score[t] - log_sum_exp : rank[t];
     }
     for (int64_t t = 0; t < total; ++t) keys[t] = ordered(rank[t]);
     largest(keys, total, count, positions);
+    return true;
 }
 
 }  // namespace

@@ -1,0 +1,60 @@
+// The integer core: bytes times the levels that bit planes stand for. One primitive serves keys (words [D/4][P/8], operands = query
+// codes) and values (words [P/4][D/8], operands = token weights); bit 8 b + j of words[k][i] belongs to operand 4 k + b and output
+// j W + i. The level of a code of S planes is the odd integer 2 code - (2^S - 1), which is the sum over its planes of +-2^(S-1-s).
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512VBMI__)
+#include "level_dot_avx512.hpp"
+#elif defined(__AVX2__)
+#include "level_dot_avx2.hpp"
+#else
+
+namespace {
+
+// out[r][j W + i] = plane * sum over k, b of operands[r][4 k + b] * (+1 or -1) + 2 * what was there (nothing before the first plane).
+inline void add_plane(const uint8_t* words, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, bool first, int32_t* out, int64_t out_stride) {
+    for (int64_t r = 0; r < rows; ++r) {
+        int32_t *to = out + r * out_stride, total = 0;
+        for (int64_t k = 0; k < 4 * height; ++k) total += operands[r * stride + k];
+        for (int64_t i = 0; i < 8 * width; ++i) to[i] = (first ? 0 : 2 * to[i]) - total;
+        for (int64_t k = 0; k < height; ++k)
+            for (int b = 0; b < 4; ++b) {
+                const int32_t factor = 2 * operands[r * stride + 4 * k + b];
+                if (!factor) continue;
+                const uint8_t* bytes = words + 4 * k * width + b;
+                for (int j = 0; j < 8; ++j)
+                    for (int64_t i = 0; i < width; ++i) to[j * width + i] += ((bytes[4 * i] >> j) & 1) * factor;
+            }
+    }
+}
+
+}  // namespace
+
+#endif
+
+namespace {
+
+// out int32 [rows][count][8 W]: sums of operands int8 -127..127 [rows][4 height] times levels, for `count` arrays of words; planes of each
+// one after the other, the most significant first. Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to
+// be aligned. `before(i)` is called before array i is read, once or more.
+template <class Before>
+inline void level_dot(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride, const Before& before) {
+#if defined(__AVX512VBMI__)
+    for (; rows > 0; rows -= 4, operands += 4 * stride, out += 4 * out_stride) {
+        if (rows >= 4) dot_rows<4>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+        else if (rows == 3) dot_rows<3>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+        else if (rows == 2) dot_rows<2>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+        else dot_rows<1>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+    }
+#else
+    for (int64_t i = 0; i < count; ++i) {
+        before(i);
+        for (int64_t plane = 0; plane < planes; ++plane)
+            add_plane(words[i] + plane * 4 * height * width, height, width, operands, stride, rows, plane == 0, out + i * 8 * width, out_stride);
+    }
+#endif
+}
+
+}  // namespace
