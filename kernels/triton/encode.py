@@ -1,8 +1,8 @@
 """Encoding of whole pages: rotate, centroid, code, scale, pack. Byte for byte that of kernels/reference.
 
 One program encodes one side (keys or values) of one page and KV head. It walks the page twice, a few tokens at a time, and
-rotates them each time anew: the centroid needs all tokens before the first can be coded, and a rotated page of 128 x 256 numbers
-does not fit into registers. Every sum is a tree of adjacent pairs, quotients are IEEE-rounded, nothing is fused.
+rotates them each time anew: the centroid needs all tokens before the first can be coded, and a rotated page of 128 x 256
+numbers does not fit into registers. Every sum is a tree of adjacent pairs, quotients are IEEE-rounded, nothing is fused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 
 from bitkv_dist.kernels.reference import SCALE_FACTORS, dct_matrix, split_dim
 
-TILE_ELEMENTS = 4096  # of a page that a program holds in registers at a time
-WARPS = 4
+TILE_ELEMENTS = 4096  # of a page that a program holds in registers at a time; with these two nothing spills
+WARPS = 8
 FACTORS: tl.constexpr = tl.constexpr(len(SCALE_FACTORS))
 
 
@@ -25,7 +25,8 @@ FACTORS: tl.constexpr = tl.constexpr(len(SCALE_FACTORS))
 def tree_sum(x, LEVELS: tl.constexpr):
     """Sum over the last dim of x [rows, 2^LEVELS] as a tree of adjacent pairs, [rows]."""
     for _ in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        x = a + b
     return tl.reshape(x, (x.shape[0],))
 
 
@@ -68,10 +69,16 @@ def rotate_rows(x, token, token_stride, dim_stride, signs, dct, DIM: tl.constexp
 
 @triton.jit
 def cells(z, scale, BITS: tl.constexpr):
-    """floor(z / scale), cut to the 2^BITS cells; scale 0 counts as 1. fp32 [tokens, WIDE]."""
+    """floor(z / scale), cut to the 2^BITS cells; scale 0 counts as 1. fp32 [tokens, WIDE].
+
+    Through an integer: the floor of a GPU takes a negative subnormal for zero.
+    """
+    half: tl.constexpr = 1 << (BITS - 1)
     step = tl.where(scale == 0, 1.0, scale)
-    cell = tl.floor(tl.div_rn(z, tl.broadcast_to(step[:, None], z.shape)))
-    return tl.minimum(tl.maximum(cell, -(1 << (BITS - 1))), (1 << (BITS - 1)) - 1)
+    ratio = tl.div_rn(z, tl.broadcast_to(step[:, None], z.shape))
+    ratio = tl.minimum(tl.maximum(ratio, -half), half)
+    whole = ratio.to(tl.int32).to(tl.float32)
+    return tl.minimum(tl.where(whole > ratio, whole - 1.0, whole), half - 1)
 
 
 @triton.jit
@@ -184,10 +191,9 @@ def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, co
 
     for tile in range(TOKENS // TILE):
         row = tl.arange(0, TILE)
+        token = tile * TILE + row
         if SIDE == 0:  # a word of keys takes its eight tokens from all over the page
             token = tile * (TILE // 8) + row // 8 + (TOKENS // 8) * (row % 8)
-        else:
-            token = tile * TILE + row
         z = rotate_rows(x, token, token_stride, dim_stride, signs, dct, DIM, WIDE, SIZE, STEPS, ROOT)
         z = z - centroid.to(tl.float32)[None, :]
         if BITS == 1:
@@ -212,7 +218,8 @@ def table(size: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([*SCALE_FACTORS, *(value for row in dct_matrix(size) for value in row)], device=device)
 
 
-def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor, unbiased: bool) -> torch.Tensor:
+def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor,
+           unbiased: bool) -> torch.Tensor:
     """k, v [pages, HK, P, D] of any strides in fp32, fp16 or bf16, finite; signs fp32 [HK, D] -> records uint8
     [pages, HK, record_bytes], the bytes of the reference. unbiased: the keys' scan scale is <z, z> / <z, level>."""
     pages, kv_heads, tokens, dim = k.shape
