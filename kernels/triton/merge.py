@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILE_ELEMENTS = 4096  # of partial outputs that a program holds in registers
+TILE_ELEMENTS = 2048  # of partial outputs that a program holds in registers
 INDICES_AT_ONCE = 512
 WARPS = 4
 
@@ -21,15 +21,14 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l, o
 
 @triton.jit
 def merge(m, l, o, m2, l2, o2):
-    """Two partials of disjoint sets, m and l [..], o [.., D] -> that of their union."""
+    """Two partials of disjoint sets -> that of their union; m and l broadcast against o."""
     peak = tl.maximum(m, m2)
     empty, empty2 = m == float("-inf"), m2 == float("-inf")
     base = tl.where(empty & empty2, 0.0, peak)
     weight, weight2 = tl.exp2(m - base), tl.exp2(m2 - base)
     both = l * weight + l2 * weight2
     total = tl.where(empty, tl.where(empty2, 0.0, l2), tl.where(empty2, l, both))
-    empty, empty2 = tl.expand_dims(empty, -1), tl.expand_dims(empty2, -1)
-    both = o * tl.expand_dims(weight, -1) + o2 * tl.expand_dims(weight2, -1)
+    both = o * weight + o2 * weight2
     out = tl.where(empty, tl.where(empty2, 0.0, o2), tl.where(empty2, o, both))
     return peak, total, out
 
@@ -39,11 +38,11 @@ def fill_lanes(index, count, m, l, o, lane_m, lane_l, lane_o, width, rows, DIM: 
                ROWS: tl.constexpr, INDICES: tl.constexpr):  # fmt: skip
     """Program (lane, block of rows): the granules whose index is `lane` modulo `width`, in token order, into one partial."""
     lane, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = block * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, WIDE)
-    there, inside = row < rows, (row < rows)[:, None] & (d < DIM)[None, :]
-    run_m = tl.full((ROWS,), float("-inf"), tl.float32)
-    run_l = tl.zeros((ROWS,), tl.float32)
+    row = (block * ROWS + tl.arange(0, ROWS))[:, None]
+    d = tl.arange(0, WIDE)[None, :]
+    there, inside = row < rows, (row < rows) & (d < DIM)
+    run_m = tl.full((ROWS, 1), float("-inf"), tl.float32)
+    run_l = tl.zeros((ROWS, 1), tl.float32)
     run_o = tl.zeros((ROWS, WIDE), tl.float32)
     place = tl.arange(0, INDICES)
     for first in range(0, count, INDICES):
@@ -54,12 +53,12 @@ def fill_lanes(index, count, m, l, o, lane_m, lane_l, lane_o, width, rows, DIM: 
             at = (first + found).to(tl.int64) * rows + row
             next_m = tl.load(m + at, mask=there, other=float("-inf"))
             next_l = tl.load(l + at, mask=there, other=0.0)
-            next_o = tl.load(o + at[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+            next_o = tl.load(o + at * DIM + d, mask=inside, other=0.0)
             run_m, run_l, run_o = merge(run_m, run_l, run_o, next_m, next_l, next_o)
     at = lane * rows + row
     tl.store(lane_m + at, run_m, mask=there)
     tl.store(lane_l + at, run_l, mask=there)
-    tl.store(lane_o + at[:, None] * DIM + d[None, :], run_o, mask=inside)
+    tl.store(lane_o + at * DIM + d, run_o, mask=inside)
 
 
 @triton.jit
@@ -79,14 +78,11 @@ def halve_lanes(lane_m, lane_l, lane_o, node_m, node_l, node_o, rows, nodes, DIM
     at = (node + number.to(tl.int64) * nodes) * rows + row
     m, l = tl.load(lane_m + at)[None, :], tl.load(lane_l + at)[None, :]
     o = tl.load(lane_o + at[None, :] * DIM + d[:, None], mask=(d < DIM)[:, None], other=0.0)
-    for level in tl.static_range(LEVELS):
-        half: tl.constexpr = LEAVES >> (level + 1)
-        m, m2 = tl.split(tl.reshape(m, (1, half, 2)))
-        l, l2 = tl.split(tl.reshape(l, (1, half, 2)))
-        o, o2 = tl.split(tl.reshape(o, (PART, half, 2)))
-        o, o2 = tl.reshape(o, (PART, half, 1)), tl.reshape(o2, (PART, half, 1))
+    for _ in tl.static_range(LEVELS):
+        m, m2 = tl.split(tl.reshape(m, (1, m.shape[1] // 2, 2)))
+        l, l2 = tl.split(tl.reshape(l, (1, l.shape[1] // 2, 2)))
+        o, o2 = tl.split(tl.reshape(o, (PART, o.shape[1] // 2, 2)))
         m, l, o = merge(m, l, o, m2, l2, o2)
-        o = tl.reshape(o, (PART, half))
     at = node * rows + row
     if part == 0:
         tl.store(node_m + at, tl.reshape(m, ()))
