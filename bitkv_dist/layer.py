@@ -17,7 +17,7 @@ from bitkv_dist.calibration import Probe, chunk_probes, granule_keys, probe_ends
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
 from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
@@ -248,8 +248,8 @@ class PackedLayer:
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
         """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], the last n of them their own."""
         n, count = query.shape[1], rows.shape[2]
-        if n == 1 and dispatch.on_cpu(rows.device):
-            return Partial(*cpu.attend_exact(query, rows))
+        if n == 1 and (kernels := dispatch.native(rows.device)) is not None:
+            return Partial(*kernels.attend_exact(query, rows))
         valid = None
         if n > 1:
             position = torch.arange(count, device=rows.device)

@@ -85,6 +85,8 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.minmax import MinMaxCodec
     from bitkv_dist.codec.planes import PlanesCodec
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
+    from bitkv_dist.codec.planes_triton import PlanesCodecTriton
 
-    planes = PlanesCodecCpu if dispatch.on_cpu(heads.device) else PlanesCodec
+    kernels, _ = dispatch.backend(heads.device)
+    planes = {dispatch.REFERENCE: PlanesCodec, dispatch.TRITON: PlanesCodecTriton}.get(kernels, PlanesCodecCpu)
     return {"planes": planes, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)

@@ -35,6 +35,8 @@ TAIL_CORRECTION = 0.5
 class PlanesCodec:
     """Bit-plane pages of one layer and rank; see interface.Codec."""
 
+    unserved: str | None = None  # the setting that the kernels of the device do not know, so that plain torch attends
+
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         reference.split_dim(heads.head_dim)
         self.config, self.heads = config, heads
