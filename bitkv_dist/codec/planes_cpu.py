@@ -50,7 +50,7 @@ class PlanesCodecCpu(PlanesCodec):
         if self.unserved:
             return super().attend(query, records, page_valid, choice, granules)
         *part, refined = self.kernels.attend(self.native_layout, query, records, page_valid, self.refinement)
-        return Partial(*part), self.count_reads(page_valid, query.codes.shape[1], refined)
+        return Partial(*part), self.count_reads(int(page_valid.sum()), query.codes.shape[1], refined)
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=self.kernels.rotate_back(partial.o, self.signs["V"]))
