@@ -80,7 +80,8 @@ def check_encode() -> bool:
                 k = torch.cat(x).to(dtype)
                 v = k.flip(2)
                 same = (found.encode(k, v) == plain.encode(k, v)).flatten(1).all(1)
-                wrong += [f"{name} bits, D {dim}, {kind}, {dtype}" for kind, ok in zip(kinds, same.tolist(), strict=True) if not ok]
+                differ = [kind for kind, ok in zip(kinds, same.tolist(), strict=True) if not ok]
+                wrong += [f"{name} bits, D {dim}, {kind}, {dtype}" for kind in differ]
                 cases += len(kinds)
     gpu_device.emit("correctness", kernel="encode", cases=cases, wrong=wrong[:20], wrong_cases=len(wrong), ok=not wrong)
     return not wrong

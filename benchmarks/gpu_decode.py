@@ -1,4 +1,4 @@
-"""One layer's decode attention on this GPU, of the shape of Llama-3.1-8B (32 query heads, 8 KV heads, D = 128), and its encoding.
+"""One layer's decode attention on this GPU, of the shape of Llama-3.1-8B (32 query heads, 8 KV heads, D = 128), and encoding.
 
     python benchmarks/gpu_decode.py --kind 1|2|4|tiered4|sdpa|flashinfer|encode [--dry-run]
 
@@ -9,6 +9,7 @@ against a copy measured in the same process. A line of JSON for each context.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -129,7 +130,8 @@ def time_encode() -> None:
         pages = 1 if ARGS.dry_run else 4096 // config.page_tokens
         codec = codec_of(config)
         k, v = (torch.randn(pages, KV_HEADS, config.page_tokens, DIM, device=DEVICE).to(TYPE) for _ in range(2))
-        median, least, most = gpu_device.time_ms([lambda codec=codec, k=k, v=v: codec.encode(k, v)], repeats=3 if ARGS.dry_run else 30)
+        encode = functools.partial(codec.encode, k, v)
+        median, least, most = gpu_device.time_ms([encode], repeats=3 if ARGS.dry_run else 30)
         tokens, moved = pages * config.page_tokens, 2 * k.numel() * k.element_size() + pages * KV_HEADS * codec.record_bytes
         gpu_device.emit(
             "encode", kind=name, tokens=tokens, ms=median, least_ms=least, most_ms=most, tokens_per_s=tokens / median * 1e3,

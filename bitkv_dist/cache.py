@@ -81,10 +81,15 @@ class PackedCache:
             layer.states[sequence].reserved_granules = granules
             layer.states[sequence].sealed.reserve(owned)
 
+    @property
+    def takes_tables(self) -> bool:
+        """Whether the kernels of every layer find their pages by tables."""
+        return all(layer.codec.takes_tables for layer in self.layers)
+
     def step_tables(self, sequences: list[int]) -> StepTables | None:
         """The tables of a decode step of these sequences, the same ones until they are outgrown; None where the kernels take
         none."""
-        if not all(layer.codec.takes_tables for layer in self.layers):
+        if not self.takes_tables:
             return None
         if self._tables is None or self._tables.sequences != sequences or self._tables.stale:
             self._tables = StepTables(self, sequences)

@@ -12,7 +12,7 @@ from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
-from bitkv_dist.graph import Recorder, StepGraph, record_cuda
+from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
 from bitkv_dist.parallel.exchange import combine
@@ -41,7 +41,7 @@ class Result:
 class Engine:
     """A model, its packed cache and this rank's place in the grid. Every rank makes the same calls."""
 
-    recorder: Recorder = staticmethod(record_cuda)
+    recorder: Recorder = CudaGraphs()
 
     def __init__(
         self, model: ServedModel, cache: CacheConfig, mesh: Mesh, generate: GenerateConfig, audit: bool = False
@@ -53,6 +53,8 @@ class Engine:
             model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
         )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
+        if generate.graph:
+            self.recorder.check(model.device, mesh.world.size)
         self.cache: PackedCache | None = None
         self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it
         self.rotation_digest = agreement.require(mesh, model, cache, generate)
@@ -109,6 +111,8 @@ class Engine:
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
+        if self.config.graph and not self.cache.takes_tables:
+            raise ValueError("generate.graph true: plain torch attends to this cache (see kernel.reason); leave it false")
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]

@@ -7,19 +7,33 @@ all, stays outside.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 Run = Callable[[], torch.Tensor]
-Recorder = Callable[[Run], tuple[Callable[[], None], torch.Tensor]]  # a call -> (replay, the tensor that each replay fills)
 
 
-def record_cuda(run: Run) -> tuple[Callable[[], None], torch.Tensor]:
-    """`run` as a CUDA graph; recording it does not run it. What it reads must stay where it is."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-    return graph.replay, output
+class Recorder(Protocol):
+    def check(self, device: torch.device, ranks: int) -> None:
+        """ValueError where a step cannot be recorded."""
+
+    def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        """`run` without running it: (replay, the tensor that each replay fills). What it reads must stay where it is."""
+
+
+class CudaGraphs:
+    def check(self, device: torch.device, ranks: int) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"generate.graph true: graphs need a GPU, and this rank runs on {device.type}; leave it false")
+        if ranks > 1:
+            raise ValueError(f"generate.graph true: a step with the exchange of {ranks} ranks is not recorded; leave it false")
+
+    def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = run()
+        return graph.replay, output
 
 
 class StepGraph:
@@ -30,7 +44,8 @@ class StepGraph:
 
     def __init__(self, key: object, run: Run, recorder: Recorder) -> None:
         self.key, self.run, self.recorder = key, run, recorder
-        self.warm, self.replay = False, None
+        self.warm = False
+        self.replay: Callable[[], None] | None = None
         self.output: torch.Tensor | None = None
 
     def __call__(self) -> torch.Tensor:
@@ -39,6 +54,6 @@ class StepGraph:
             self.warm = True
             return self.run()
         if self.replay is None:
-            self.replay, self.output = self.recorder(self.run)
+            self.replay, self.output = self.recorder.record(self.run)
         self.replay()
         return self.output

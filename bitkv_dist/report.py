@@ -39,14 +39,14 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
 
 
 def kernel_report(engine: Engine) -> dict:
-    """Which kernels encoded and attended to sealed pages, and why these."""
+    """Which kernels encoded and attended to sealed pages, and why these; whether decode steps were graphs."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
     codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
     unserved = next((codec.unserved for codec in codecs if codec.unserved), None) if codecs else f"codec {config.codec}"
     if backend != dispatch.REFERENCE and unserved:
-        return {"backend": dispatch.REFERENCE, "reason": f"{unserved} is attended to in plain torch; the rest by {backend}"}
-    return {"backend": backend, "reason": reason}
+        backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
+    return {"backend": backend, "reason": reason, "graph": engine.config.graph}
 
 
 def cache_report(engine: Engine) -> dict:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from typing import NamedTuple
 
 import pytest
 import simulated
@@ -12,10 +14,13 @@ from test_engine import SMALL, RecordingEngine
 
 pytest.importorskip("triton")
 
+from tape import TapeRecorder
 from triton.runtime import interpreter
 
 from bitkv_dist import model
+from bitkv_dist.codec.interface import ReadCount
 from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.graph import CudaGraphs
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.report import kernel_report
 
@@ -25,6 +30,9 @@ CODECS = {
     "4bit": {"key_bits": 4, "value_bits": 4},
     "tiered4": {"key_bits": 4, "value_bits": 4, "scan_bits": 1},
 }
+
+# A page of the first is sealed by the fourth of eight steps, and opens a granule; the second has no sealed page until the fifth.
+PROMPTS = [tiny.prompt(604), tiny.prompt(91 + 64)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +49,81 @@ def one_at_a_time(monkeypatch):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("llama"), intermediate_size=64, head_dim=16, num_hidden_layers=1)
+    return tiny.save(tmp_path_factory.mktemp("llama"), intermediate_size=64, head_dim=64, num_hidden_layers=1)
+
+
+class TapedEngine(RecordingEngine):
+    def __init__(self, *args, **kwargs) -> None:
+        self.recorder = TapeRecorder()
+        super().__init__(*args, **kwargs)
 
 
 def start(mesh, folder, cache: dict, **generate) -> RecordingEngine:
     served = model.load(str(folder), dtype=torch.float32, device=CPU)
-    return RecordingEngine(served, CacheConfig(**cache | SMALL), mesh, GenerateConfig(model=str(folder), **generate))
+    return TapedEngine(served, CacheConfig(**cache | SMALL), mesh, GenerateConfig(model=str(folder), **generate))
 
 
-def run(mesh, folder, cache: dict, prompts: list[list[int]], kernels: str, steps: int = 8, **generate):
-    """(tokens, digest of the sealed bytes, logits, reads, kernel report) of one batch."""
+class Found(NamedTuple):
+    tokens: list[list[int]]
+    digest: str  # of the sealed bytes
+    logits: torch.Tensor
+    reads: tuple[ReadCount, ReadCount]  # of sealed and of exact tokens
+    kernel: dict  # of the report
+    recorder: TapeRecorder
+
+
+def run(mesh, folder, cache: dict, prompts: list[list[int]], **generate) -> Found:
+    engine = start(mesh, folder, cache, **{"max_new_tokens": 8} | generate)
+    tokens = engine.generate(prompts).token_ids
+    reads = engine.cache.reads, engine.cache.exact_reads
+    return Found(tokens, engine.cache_digest(), torch.cat(engine.logits), reads, kernel_report(engine), engine.recorder)
+
+
+def alone(kernels: str, *args, **generate) -> Found:
     with dispatch.forced(kernels):
-        engine = start(mesh, folder, cache, max_new_tokens=steps, **generate)
-        tokens = engine.generate(prompts).token_ids
-        return tokens, engine.cache_digest(), torch.cat(engine.logits), engine.cache.reads, kernel_report(engine)
+        return simulated.run(1, lambda mesh: run(mesh, *args, **generate))[0]
+
+
+@functools.cache
+def reference_of(folder, codec: str) -> Found:
+    return alone("reference", folder, CODECS[codec], PROMPTS)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_tokens_and_bytes_are_those_of_the_reference(codec, llama):
-    """A page is sealed between two steps; one of the sequences has no sealed page at first."""
-    prompts = [tiny.prompt(600), tiny.prompt(90)]
-    tokens, digest, logits, reads, found = simulated.run(1, run, llama, CODECS[codec], prompts, "triton")[0]
-    wanted = simulated.run(1, run, llama, CODECS[codec], prompts, "reference")[0]
-    assert found == {"backend": "triton", "reason": "asked for, Triton's interpreter"}
-    assert tokens == wanted[0] and digest == wanted[1]
-    torch.testing.assert_close(logits, wanted[2], atol=5e-2, rtol=0)
-    assert reads == wanted[3]
+    found, wanted = alone("triton", llama, CODECS[codec], PROMPTS), reference_of(llama, codec)
+    assert found.kernel == {"backend": "triton", "reason": "asked for, Triton's interpreter", "graph": False}
+    assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
+    torch.testing.assert_close(found.logits, wanted.logits, atol=5e-2, rtol=0)
+
+
+@pytest.mark.parametrize("codec", ["1bit", "tiered4"])
+def test_a_recorded_step_answers_as_one_that_runs(codec, llama):
+    """One recording serves steps before and after pages are sealed and a granule is opened: no length of it is the host's."""
+    found, wanted = alone("triton", llama, CODECS[codec], PROMPTS, graph=True), reference_of(llama, codec)
+    assert found.recorder.recorded == 1 and found.recorder.steps > 50 and found.kernel["graph"]
+    assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_gives_the_same_bits(ranks, llama):
+    """Two granules, so that rank 1 has something to merge."""
+    prompts = [tiny.prompt(1100)]
+    with dispatch.forced("triton"):
+        one = simulated.run(1, run, llama, CODECS["1bit"], prompts)[0]
+        for found in simulated.run(ranks, run, llama, CODECS["1bit"], prompts):
+            assert found.tokens == one.tokens and found.digest == one.digest and torch.equal(found.logits, one.logits)
+
+
+def test_what_the_kernels_do_not_serve_is_left_to_the_reference_by_name(llama):
+    found = alone("triton", llama, {"key_bits": 8, "value_bits": 8}, [tiny.prompt(200)], max_new_tokens=2)
+    assert found.kernel["backend"] == "reference"
+    assert found.kernel["reason"] == "8 scanned key bits is attended to in plain torch; the rest by triton"
+    with pytest.raises(ValueError, match="generate.graph true: plain torch attends to this cache"):
+        alone("triton", llama, {"key_bits": 8, "value_bits": 8}, [tiny.prompt(9)], graph=True)
+
+
+def test_graphs_need_a_gpu_and_one_rank():
+    for device, ranks, what in (("cpu", 1, "graphs need a GPU"), ("cuda", 2, "the exchange of 2 ranks")):
+        with pytest.raises(ValueError, match=what):
+            CudaGraphs().check(torch.device(device), ranks)

@@ -5,6 +5,9 @@ A decode step finds its pages by tables on the device, so that nothing of it dep
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
 from bitkv_dist.codec.interface import HeadShape, ReadCount
@@ -24,6 +27,9 @@ class PlanesCodecTriton(PlanesCodecCpu):
         super().__init__(config, heads, layer)
         self.unserved = unserved_rule(config) or unserved_shape(config, heads)
         self.takes_tables = self.unserved is None
+        if self.takes_tables:
+            self.native_layout = triton.Layout(**plain(self.native_layout))
+            self.refinement = triton.Refinement(**plain(self.refinement))
 
     def attend(
         self,
@@ -52,6 +58,12 @@ class PlanesCodecTriton(PlanesCodecCpu):
         rotated space, and how many tokens were refined, int64 []."""
         *lanes, refined = triton.attend_lanes(self.native_layout, query, table, self.refinement)
         return [Partial(*triton.halve(*sequence, nodes)) for sequence in zip(*lanes, strict=True)], refined
+
+
+def plain(fields: ctypes.Structure) -> dict[str, Any]:
+    """The fields as Python numbers and tuples of them."""
+    found = {name: getattr(fields, name) for name, *_ in fields._fields_}
+    return {name: tuple(value) if isinstance(value, ctypes.Array) else value for name, value in found.items()}
 
 
 def unserved_shape(config: CacheConfig, heads: HeadShape) -> str | None:
