@@ -6,7 +6,6 @@ import resource
 import sys
 
 from bitkv_dist.codec.interface import ReadCount
-from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.engine import Engine, Result
 from bitkv_dist.kernels import dispatch
 
@@ -43,7 +42,8 @@ def kernel_report(engine: Engine) -> dict:
     """Which kernels encoded and attended to sealed pages, and why these."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
-    unserved = f"codec {config.codec}" if config.codec != "planes" else unserved_rule(config)
+    codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
+    unserved = next((codec.unserved for codec in codecs if codec.unserved), None) if codecs else f"codec {config.codec}"
     if backend != dispatch.REFERENCE and unserved:
         return {"backend": dispatch.REFERENCE, "reason": f"{unserved} is attended to in plain torch; the rest by {backend}"}
     return {"backend": backend, "reason": reason}

@@ -22,6 +22,7 @@ class SequenceState:
         rows = config.sink_rounded + config.recent_tokens + config.page_tokens
         self.exact = torch.zeros(2, shape.kv_heads, rows, shape.head_dim, dtype=shape.dtype, device=shape.device)
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
+        self.reserved_granules = 0  # of all ranks, that room was announced for
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
         self.tuning = tuning
         self.probes: dict[int, torch.Tensor] = {}  # exact prefill: tokens so far -> query [HK, 1, G, D], base 2

@@ -19,6 +19,7 @@ class DenseAttention:
     tokens: int
     record_bytes: int
     chooses_globally = False
+    takes_tables = False
 
     def tuning(self) -> None:
         return None

@@ -47,6 +47,7 @@ class Codec(Protocol):
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
+    takes_tables: bool  # whether a decode step finds its pages by tables on the device: also `table`, `bounds`, `attend_table`
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
@@ -86,5 +87,9 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.planes import PlanesCodec
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
 
-    planes = PlanesCodecCpu if dispatch.on_cpu(heads.device) else PlanesCodec
+    planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
+    if kernels == dispatch.REFERENCE:
+        planes = PlanesCodec
+    elif kernels == dispatch.TRITON:
+        from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
     return {"planes": planes, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)

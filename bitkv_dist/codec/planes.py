@@ -35,6 +35,9 @@ TAIL_CORRECTION = 0.5
 class PlanesCodec:
     """Bit-plane pages of one layer and rank; see interface.Codec."""
 
+    unserved: str | None = None  # the setting that the kernels of the device do not know, so that plain torch attends
+    takes_tables = False
+
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         reference.split_dim(heads.head_dim)
         self.config, self.heads = config, heads
@@ -109,7 +112,7 @@ class PlanesCodec:
         keys, values, choice = self.load(records, "K"), self.load(records, "V"), choice or self.selection
         found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, choice, granules)
         refined = None if found.refined is None else int(found.refined.any(dim=3).sum())
-        return Partial(found.m, found.l, found.o), self.count_reads(page_valid, query.scale.shape[1], refined)
+        return Partial(found.m, found.l, found.o), self.count_reads(int(page_valid.sum()), query.scale.shape[1], refined)
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=reference.rotate_back(partial.o, self.signs["V"][:, None, None, :]))
@@ -146,12 +149,12 @@ class PlanesCodec:
         rules = rules or [self.selection]
         return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, rules))
 
-    def count_reads(self, page_valid: torch.Tensor, queries: int, refined: int | None) -> ReadCount:
-        """Planes, scan scales and centroids of every sealed token for each query; low bits and full scales of the `refined`
-        tokens, which count once per KV head and query."""
+    def count_reads(self, pages: int, queries: int, refined: int | None) -> ReadCount:
+        """Planes, scan scales and centroids of every token of so many sealed pages for each query; low bits and full scales of
+        the `refined` tokens, which count once per KV head and query."""
         fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
         scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
-        pages = int(page_valid.sum()) * self.heads.kv_heads * queries
+        pages = pages * self.heads.kv_heads * queries
         count = ReadCount(pages * scan_bytes * 8, pages * tokens * dim * 2, pages * tokens)
         if self.selection is not None:
             count.refined = refined
