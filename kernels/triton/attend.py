@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from bitkv_dist.kernels.triton.decode import decode
-from bitkv_dist.kernels.triton.layout import KEYS, VALUES, Layout
+from bitkv_dist.kernels.triton.layout import GRANULE_TOKENS, KEYS, VALUES, Layout
 from bitkv_dist.kernels.triton.query import Query
+from bitkv_dist.kernels.triton.refine import refine as refine_kernel
+from bitkv_dist.kernels.triton.scan import scan as scan_kernel
+from bitkv_dist.kernels.triton.select import select as select_kernel
 from bitkv_dist.kernels.triton.tables import Config, config
 
 
@@ -27,6 +33,23 @@ class Table(NamedTuple):
     @property
     def lanes(self) -> int:
         return self.bounds.shape[1]
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How tokens are chosen for refinement (one list for a `group`, or one per head), and the noise factors 0.5 ln2 r^2 / (D a^2) of
+    the scanned and the full key code. Twin of kernels/cpu `Refinement`."""
+
+    enabled: bool
+    group: bool
+    min_tokens: int
+    share: float
+    scan_noise: float
+    full_noise: float
+
+    def count(self, tokens: int) -> int:
+        """How many of a granule's `tokens` sealed tokens are refined."""
+        return min(tokens, max(self.min_tokens, math.ceil(tokens * self.share)))
 
 
 def lane_bounds(span: torch.Tensor, lanes: int, pages: int) -> torch.Tensor:
@@ -53,7 +76,7 @@ def attend_lanes(layout: Layout, query: Query, table: Table, noise: float) -> tu
 
 
 def launch_decode(
-    layout: Layout, query: Query, table: Table, noise: float, dots: torch.Tensor | None
+    layout: Layout, query: Query, table: Table, noise: float, scanned: tuple[torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     chosen = config(query.codes.device)
     batch, heads, queries, group, dim = query.codes.shape
@@ -61,15 +84,73 @@ def launch_decode(
     m, l, o = query.scale.new_empty(shape), query.scale.new_empty(shape), query.scale.new_empty(*shape, dim)
     padded = group_size(query, chosen)
     decode[(table.lanes, heads, batch * queries)](
-        table.base, table.offsets, table.bounds, query.codes if dots is None else dots, *query, m, l, o,
+        table.base, table.offsets, table.bounds, *(scanned or (query.codes, query.scale)), *query, m, l, o,
         table.lanes, table.offsets.shape[1], queries, heads, group, noise,
         D=dim, P=layout.tokens, RECORD=layout.record_bytes, KEY_BITS=layout.scan_bits[KEYS], VALUE_BITS=layout.scan_bits[VALUES],
         KEY_PLANES=layout.planes[KEYS], VALUE_PLANES=layout.planes[VALUES], KEY_SCAN=layout.scan[KEYS], VALUE_SCAN=layout.scan[VALUES],
         KEY_CENTROID=layout.centroid[KEYS], VALUE_CENTROID=layout.centroid[VALUES],
-        GROUP=padded, COLS=max(chosen.columns, padded), SCANNED=dots is not None, ASSEMBLY=chosen.assembly,
+        GROUP=padded, COLS=max(chosen.columns, padded), SCANNED=scanned is not None, ASSEMBLY=chosen.assembly,
         num_warps=chosen.warps, num_stages=chosen.stages,
     )  # fmt: skip
     return m, l, o
+
+
+def attend_tiered(
+    layout: Layout, query: Query, table: Table, refinement: Refinement
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Scan, select, tail, refine: partials like `attend_lanes`, each granule a lane, and the refined tokens int32
+    [B, slots, HK, Q, R, LIST]: positions in the granule, -1 after the last; R = 1 list for a group, else one per head."""
+    chosen = config(query.codes.device)
+    batch, heads, queries, group, dim = query.codes.shape
+    slots, padded = table.lanes, group_size(query, chosen)
+    lists = 1 if refinement.group else group
+    room = max(32, 1 << (refinement.count(GRANULE_TOKENS) - 1).bit_length())
+    lead = (batch, slots, heads, queries)
+    one_plane = layout.scan_bits[KEYS] == 1
+    dots = query.codes.new_empty(*lead, group, GRANULE_TOKENS, dtype=torch.int16 if one_plane else torch.int32)
+    bases = query.scale.new_empty(*lead, group, layout.pages)
+    tokens = query.codes.new_empty(*lead, lists, room, dtype=torch.int32)
+    tops = query.codes.new_empty(*lead, group, room, dtype=torch.int32)
+    counts = refined_counts(layout, refinement, query.codes.device)
+    sizes = (slots, queries, heads, group)
+    grid = (slots, heads, batch * queries)
+    record = {"P": layout.tokens, "RECORD": layout.record_bytes, "ASSEMBLY": chosen.assembly}
+    scan_kernel[grid](
+        table.base, table.offsets, table.bounds, dots, bases, query.codes, query.rotated, *sizes, **record,
+        D=dim, KEY_BITS=layout.scan_bits[KEYS], KEY_PLANES=layout.planes[KEYS], KEY_CENTROID=layout.centroid[KEYS],
+        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    select_kernel[grid](
+        table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,
+        refinement.scan_noise, **record, KEY_BITS=layout.scan_bits[KEYS], KEY_SCAN=layout.scan[KEYS],
+        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps,
+    )  # fmt: skip
+    m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
+    low = layout.low_bits(KEYS), layout.low_bits(VALUES)
+    refine_kernel[slots, heads, batch * queries * lists](
+        table.base, table.offsets, bases, query.codes, query.scale, query.norm2, tokens, tops, m, l, o, *sizes,
+        refinement.full_noise if low[KEYS] else refinement.scan_noise, **record, D=dim,
+        KEY_SCAN_BITS=layout.scan_bits[KEYS], KEY_LOW_BITS=low[KEYS], VALUE_SCAN_BITS=layout.scan_bits[VALUES], VALUE_LOW_BITS=low[VALUES],
+        KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS], VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
+        KEY_LOW=layout.low[KEYS], VALUE_LOW=layout.low[VALUES], VALUE_PLANES=layout.planes[VALUES],
+        VALUE_CENTROID=layout.centroid[VALUES], COLS=max(chosen.columns, padded) if refinement.group else chosen.columns,
+        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room),
+    )  # fmt: skip
+    return (m, l, o), tokens
+
+
+@functools.cache
+def refined_counts(layout: Layout, refinement: Refinement, device: torch.device) -> torch.Tensor:
+    """int32 [pages + 1]: how many tokens of a granule with so many sealed pages are refined."""
+    counts = [refinement.count(pages * layout.tokens) for pages in range(layout.pages + 1)]
+    return torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def count_refined(tokens: torch.Tensor) -> torch.Tensor:
+    """int64 []: tokens [.., R, LIST] of `attend_tiered`, each counted once although several heads may list it."""
+    listed = tokens.flatten(-2).sort(-1).values
+    again = listed[..., 1:] == listed[..., :-1]
+    return (listed >= 0).sum() - (again & (listed[..., 1:] >= 0)).sum()
 
 
 def granule_table(records: torch.Tensor, page_valid: torch.Tensor) -> Table:
@@ -81,13 +162,21 @@ def granule_table(records: torch.Tensor, page_valid: torch.Tensor) -> Table:
 
 
 def attend(
-    layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, noise: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, l [n, HK, Q, G], o [n, HK, Q, G, D] of one sequence's queries over n granules: records uint8 [n, pages, HK, record_bytes], the
-    last three dims contiguous, page_valid bool [n, pages]."""
+    layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """m, l [n, HK, Q, G], o [n, HK, Q, G, D] of one sequence's queries over n granules, and how many tokens were refined, counted once
+    per KV head and query, int64 [].
+
+    records uint8 [n, pages, HK, record_bytes], the last three dims contiguous; page_valid bool [n, pages] (see `granule_table`).
+    """
     if len(records) == 0:
         shape = (0, *query.scale.shape)
-        return query.scale.new_empty(shape), query.scale.new_empty(shape), query.scale.new_empty(*shape, layout.dim)
-    table = granule_table(records, page_valid)
-    m, l, o = attend_lanes(layout, Query(*(part[None] for part in query)), table, noise)
-    return m[0], l[0], o[0]
+        empty = query.scale.new_empty
+        return empty(shape), empty(shape), empty(*shape, layout.dim), torch.zeros((), dtype=torch.int64, device=records.device)
+    table, batched = granule_table(records, page_valid), Query(*(part[None] for part in query))
+    if not refinement.enabled:
+        part, refined = attend_lanes(layout, batched, table, refinement.scan_noise), torch.zeros((), dtype=torch.int64)
+    else:
+        part, tokens = attend_tiered(layout, batched, table, refinement)
+        refined = count_refined(tokens)
+    return *(tensor[0] for tensor in part), refined

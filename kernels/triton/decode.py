@@ -21,7 +21,13 @@ from bitkv_dist.kernels.triton.tiles import by_head, by_row, head_max, head_sum,
 LOG2_127 = tl.constexpr(6.988684686772166)
 NO_SCALE = tl.constexpr(-60.0)  # log2 of a zero scale: far below any fp16 one, so that such a value has no weight beside others
 NO_WEIGHT = tl.constexpr(-50.0)  # a page whose largest weight is below 2^this adds nothing to the output
-EXCLUDED = tl.constexpr(-(1 << 15))  # the dot of a token that is refined: below all that `scan` finds
+NOTHING = tl.constexpr(-1e30)  # a finite stand-in for the largest of no scores
+
+
+@triton.constexpr_function
+def excluded(bits: int) -> int:
+    """What stands for the dot of a refined token: below all that `scan` finds with so many planes (see `dots_dtype`)."""
+    return -(1 << 15) if bits == 1 else -(1 << 30)
 
 
 @triton.jit
@@ -61,6 +67,14 @@ def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.c
     return dots
 
 
+@triton.jit
+def centroid_score(centroid, q_rotated, D: tl.constexpr):
+    """q.c of a page, fp32 [GROUP]; q_rotated fp32 [D rounded up to a power of two, GROUP]."""
+    dim = tl.arange(0, q_rotated.shape[0])
+    c = halves(centroid, dim, None if D == q_rotated.shape[0] else dim < D)
+    return tl.sum(q_rotated * (c if D == q_rotated.shape[0] else tl.where(dim < D, c, 0.0))[:, None], 0)
+
+
 @triton.constexpr_function
 def first_block(dim: int) -> int:
     """The largest power of two that is not above `dim`."""
@@ -76,7 +90,7 @@ def second_block(dim: int) -> int:
 
 @triton.jit
 def decode(
-    records, granules, bounds, dots, codes, scale, norm2, rotated, m_out, l_out, o_out,
+    records, granules, bounds, dots, bases, codes, scale, norm2, rotated, m_out, l_out, o_out,
     lanes, slots, queries, heads, group, noise,
     D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     KEY_PLANES: tl.constexpr, VALUE_PLANES: tl.constexpr, KEY_SCAN: tl.constexpr, VALUE_SCAN: tl.constexpr,
@@ -88,8 +102,8 @@ def decode(
     records uint8: any address; granules int64 [B, slots]: byte offsets from it of the granules' records [512 / P, HK, RECORD], multiples
     of 16; lane i takes slots i, i + lanes, .. . bounds int32 [B, lanes, 2]: first and last + 1 of the pages that a lane attends to,
     counted in its granules. codes int8 and rotated fp32 [B, HK, Q, G, D], scale, norm2 fp32 [B, HK, Q, G]: as of `quantize_query`.
-    KEY_PLANES ..: byte offsets of a record's fields. dots int16 or int32 [B, lanes, HK, Q, G, 512]: with SCANNED, what `scan` found and
-    `select` has not excluded, one granule per lane; without, the key planes are read.
+    KEY_PLANES ..: byte offsets of a record's fields. With SCANNED each lane is one granule, and dots and bases stand for its keys:
+    what `scan` found and `select` has not excluded. Without, they are not looked at.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
@@ -109,8 +123,9 @@ def decode(
         rest = load_query(codes, source, group, first_block(D), D, second_block(D), SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source * group + member[None, :]) * D + dim[:, None]
-    q_rotated = tl.load(rotated + at, mask=real[None, :] & (dim < D)[:, None], other=0.0)
-    code_sum = tl.sum(tl.load(codes + at, mask=real[None, :] & (dim < D)[:, None], other=0).to(tl.int32), 0).to(tl.float32)
+    inside = real[None, :] & (dim < D)[:, None]
+    q_rotated = tl.load(rotated + at, mask=inside, other=0.0)
+    code_sum = tl.sum(tl.load(codes + at, mask=inside, other=0).to(tl.int32), 0).to(tl.float32)
     q_scale = tl.load(scale + source * group + member, mask=real, other=0.0) * level_unit(KEY_BITS)
     q_noise = by_head(tl.load(norm2 + source * group + member, mask=real, other=0.0) * noise, SETS)
     if SCANNED:
@@ -143,13 +158,15 @@ def decode(
         u = sums.to(tl.float32) * q_factor + (key_scale * q_noise + q_offset)
         u = u * key_scale + by_row(value_log, SETS, GROUP)
         if SCANNED:
-            u = tl.where(sums == EXCLUDED, float("-inf"), u)
+            u = tl.where(sums == excluded(KEY_BITS), float("-inf"), u)
         peak = head_max(u, SETS)
         if SCANNED:
-            peak = tl.maximum(peak, -1e30)
+            peak = tl.maximum(peak, NOTHING)
 
-        centroid = halves(page + KEY_CENTROID, dim, None if D == dim.shape[0] else dim < D)
-        level = peak + tl.sum(q_rotated * tl.where(dim < D, centroid, 0.0)[:, None], 0)
+        if SCANNED:
+            level = peak + tl.load(bases + (target * group + member) * PAGES + turn % PAGES, mask=real, other=0.0)
+        else:
+            level = peak + centroid_score(page + KEY_CENTROID, q_rotated, D)
         base = tl.maximum(m, level)
         shrink, lift = exp2(m - base, ASSEMBLY), exp2(level - base, ASSEMBLY) * (1 / 127)
         weights = exp2(u - by_head(peak - LOG2_127, SETS), ASSEMBLY)

@@ -23,6 +23,11 @@ class Config:
     assembly: int
     warps: int
     stages: int
+    select_warps: int = 1
+
+    def refine_warps(self, tokens: int) -> int:
+        """Of a program that refines so many tokens."""
+        return max(1, min(8, tokens // 32))
 
 
 NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3)
