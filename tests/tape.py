@@ -27,10 +27,10 @@ class Tape(TorchDispatchMode):
         name = operation._schema.name.split("::")[1]
         if name in HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
-        found = operation(*args, **kwargs)
-        if operation._schema.is_mutable:
+        if operation._schema.is_mutable:  # recording changes nothing: what is written may hold anything yet
             self.played.append(lambda: operation(*args, **kwargs))
-            return found
+            return kwargs.get("out", args[0])
+        found = operation(*args, **kwargs)
         outputs = [t for t in tree_flatten(found)[0] if isinstance(t, torch.Tensor)]
         inputs = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
         if all(t.untyped_storage().data_ptr() in inputs for t in outputs):
@@ -63,7 +63,7 @@ class TapeRecorder:
         interpreter.GridExecutor.__call__ = launched
         try:
             with tape:
-                output = run()  # the kernels' outputs hold nothing yet
+                output = run()
         finally:
             interpreter.GridExecutor.__call__ = launch
         self.recorded, self.steps = self.recorded + 1, len(tape.played)

@@ -1,4 +1,5 @@
-"""The engine on the path of a GPU, in Triton's interpreter: the reference's tokens and sealed bytes, for any number of ranks."""
+"""The engine on the path of a GPU, in Triton's interpreter: the reference's tokens and sealed bytes, for any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CODECS = {
     "tiered4": {"key_bits": 4, "value_bits": 4, "scan_bits": 1},
 }
 
-# A page of the first is sealed by the fourth of eight steps, and opens a granule; the second has no sealed page until the fifth.
+# The fourth of eight steps seals a page of the first, which opens a granule, and the fifth the first page of the second.
 PROMPTS = [tiny.prompt(604), tiny.prompt(91 + 64)]
 
 
@@ -89,9 +90,8 @@ def reference_of(folder, codec: str) -> Found:
     return alone("reference", folder, CODECS[codec], PROMPTS)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_tokens_and_bytes_are_those_of_the_reference(codec, llama):
-    found, wanted = alone("triton", llama, CODECS[codec], PROMPTS), reference_of(llama, codec)
+def test_tokens_and_bytes_are_those_of_the_reference(llama):
+    found, wanted = alone("triton", llama, CODECS["4bit"], PROMPTS), reference_of(llama, "4bit")
     assert found.kernel == {"backend": "triton", "reason": "asked for, Triton's interpreter", "graph": False}
     assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
     torch.testing.assert_close(found.logits, wanted.logits, atol=5e-2, rtol=0)
@@ -103,23 +103,27 @@ def test_a_recorded_step_answers_as_one_that_runs(codec, llama):
     found, wanted = alone("triton", llama, CODECS[codec], PROMPTS, graph=True), reference_of(llama, codec)
     assert found.recorder.recorded == 1 and found.recorder.steps > 50 and found.kernel["graph"]
     assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
+    torch.testing.assert_close(found.logits, wanted.logits, atol=5e-2, rtol=0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_gives_the_same_bits(ranks, llama):
-    """Two granules, so that rank 1 has something to merge."""
+def test_any_number_of_ranks_gives_the_same_bits(llama):
+    """Two granules on three ranks, with the exchange of a real step."""
     prompts = [tiny.prompt(1100)]
+
+    def short(mesh) -> Found:
+        return run(mesh, llama, CODECS["1bit"], prompts, max_new_tokens=4)
+
     with dispatch.forced("triton"):
-        one = simulated.run(1, run, llama, CODECS["1bit"], prompts)[0]
-        for found in simulated.run(ranks, run, llama, CODECS["1bit"], prompts):
-            assert found.tokens == one.tokens and found.digest == one.digest and torch.equal(found.logits, one.logits)
+        (one,), several = (simulated.run(ranks, short) for ranks in (1, 3))
+    for found in several:
+        assert found.tokens == one.tokens and found.digest == one.digest and torch.equal(found.logits, one.logits)
 
 
 def test_what_the_kernels_do_not_serve_is_left_to_the_reference_by_name(llama):
     found = alone("triton", llama, {"key_bits": 8, "value_bits": 8}, [tiny.prompt(200)], max_new_tokens=2)
     assert found.kernel["backend"] == "reference"
     assert found.kernel["reason"] == "8 scanned key bits is attended to in plain torch; the rest by triton"
-    with pytest.raises(ValueError, match="generate.graph true: plain torch attends to this cache"):
+    with pytest.raises(ValueError, match=r"generate\.graph true: plain torch attends to this cache"):
         alone("triton", llama, {"key_bits": 8, "value_bits": 8}, [tiny.prompt(9)], graph=True)
 
 
