@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
 
 from bitkv_dist.kernels.triton.decode import decode
 from bitkv_dist.kernels.triton.layout import GRANULE_TOKENS, KEYS, VALUES, Layout
+from bitkv_dist.kernels.triton.merge import lanes
 from bitkv_dist.kernels.triton.query import Query
 from bitkv_dist.kernels.triton.refine import refine as refine_kernel
 from bitkv_dist.kernels.triton.scan import scan as scan_kernel
@@ -47,10 +49,6 @@ class Refinement:
     scan_noise: float
     full_noise: float
 
-    def count(self, tokens: int) -> int:
-        """How many of a granule's `tokens` sealed tokens are refined."""
-        return min(tokens, max(self.min_tokens, math.ceil(tokens * self.share)))
-
 
 def lane_bounds(span: torch.Tensor, lanes: int, pages: int) -> torch.Tensor:
     """int32 [B, lanes, 2] for `Table`: span int64 [B, 2] on the device = first and last + 1 of the pages to attend to, counted in
@@ -67,12 +65,29 @@ def group_size(query: Query, chosen: Config) -> int:
     return max(1 << (heads - 1).bit_length(), chosen.columns // 8)
 
 
-def attend_lanes(layout: Layout, query: Query, table: Table, noise: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partials of the lanes without refinement, in the rotated space: m, l fp32 [B, lanes, HK, Q, G], o [.., D].
+def attend_lanes(
+    layout: Layout, query: Query, table: Table, refinement: Refinement
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partials of the lanes in the rotated space: m, l fp32 [B, lanes, HK, Q, G], o [.., D], and how many tokens were refined, counted
+    once per KV head and query, int64 []. query: tensors [B, HK, Q, G, ..]."""
+    if not refinement.enabled:
+        part = launch_decode(layout, query, table, refinement.scan_noise, None)
+        return *part, torch.zeros((), dtype=torch.int64, device=query.codes.device)
+    slots = table.offsets.shape[1]
+    every_slot = table if slots == table.lanes else table._replace(bounds=slot_bounds(table, layout.pages))
+    part, tokens = attend_tiered(layout, query, every_slot, refinement)
+    if slots != table.lanes:
+        index = torch.arange(slots, device=query.codes.device)
+        sequences = (lanes(*sequence, index, table.lanes) for sequence in zip(*part, strict=True))
+        part = tuple(torch.stack(tensors) for tensors in zip(*sequences, strict=True))
+    return *part, count_refined(tokens)
 
-    query: tensors [B, HK, Q, G, ..]; noise = 0.5 ln2 r^2 / (D a^2) of the scanned code.
-    """
-    return launch_decode(layout, query, table, noise, None)
+
+def slot_bounds(table: Table, pages: int) -> torch.Tensor:
+    """int32 [B, slots, 2]: a lane's pages first .. end - 1 as those of each of its granules, counted in the granule."""
+    slot = torch.arange(table.offsets.shape[1], device=table.bounds.device)
+    before = (slot // table.lanes * pages)[:, None]
+    return (table.bounds[:, slot % table.lanes] - before).clamp(0, pages).int()
 
 
 def launch_decode(
@@ -104,14 +119,14 @@ def attend_tiered(
     batch, heads, queries, group, dim = query.codes.shape
     slots, padded = table.lanes, group_size(query, chosen)
     lists = 1 if refinement.group else group
-    room = max(32, 1 << (refinement.count(GRANULE_TOKENS) - 1).bit_length())
+    counts = refined_counts(layout.tokens, refinement.share, refinement.min_tokens, query.codes.device)
+    room = max(32, triton.next_power_of_2(refined_count(GRANULE_TOKENS, refinement.share, refinement.min_tokens)))
     lead = (batch, slots, heads, queries)
     one_plane = layout.scan_bits[KEYS] == 1
     dots = query.codes.new_empty(*lead, group, GRANULE_TOKENS, dtype=torch.int16 if one_plane else torch.int32)
     bases = query.scale.new_empty(*lead, group, layout.pages)
     tokens = query.codes.new_empty(*lead, lists, room, dtype=torch.int32)
     tops = query.codes.new_empty(*lead, group, room, dtype=torch.int32)
-    counts = refined_counts(layout, refinement, query.codes.device)
     sizes = (slots, queries, heads, group)
     grid = (slots, heads, batch * queries)
     record = {"P": layout.tokens, "RECORD": layout.record_bytes, "ASSEMBLY": chosen.assembly}
@@ -126,7 +141,7 @@ def attend_tiered(
         GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps,
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
-    low = layout.low_bits(KEYS), layout.low_bits(VALUES)
+    low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]
     refine_kernel[slots, heads, batch * queries * lists](
         table.base, table.offsets, bases, query.codes, query.scale, query.norm2, tokens, tops, m, l, o, *sizes,
         refinement.full_noise if low[KEYS] else refinement.scan_noise, **record, D=dim,
@@ -139,18 +154,23 @@ def attend_tiered(
     return (m, l, o), tokens
 
 
+def refined_count(tokens: int, share: float, min_tokens: int) -> int:
+    """How many of a granule's `tokens` sealed tokens are refined."""
+    return min(tokens, max(min_tokens, math.ceil(tokens * share)))
+
+
 @functools.cache
-def refined_counts(layout: Layout, refinement: Refinement, device: torch.device) -> torch.Tensor:
+def refined_counts(page_tokens: int, share: float, min_tokens: int, device: torch.device) -> torch.Tensor:
     """int32 [pages + 1]: how many tokens of a granule with so many sealed pages are refined."""
-    counts = [refinement.count(pages * layout.tokens) for pages in range(layout.pages + 1)]
+    counts = [refined_count(tokens, share, min_tokens) for tokens in range(0, GRANULE_TOKENS + 1, page_tokens)]
     return torch.tensor(counts, dtype=torch.int32, device=device)
 
 
 def count_refined(tokens: torch.Tensor) -> torch.Tensor:
-    """int64 []: tokens [.., R, LIST] of `attend_tiered`, each counted once although several heads may list it."""
+    """int64 []: tokens [B, slots, HK, Q, R, LIST] of `attend_tiered`, each counted once although several heads may list it."""
     listed = tokens.flatten(-2).sort(-1).values
-    again = listed[..., 1:] == listed[..., :-1]
-    return (listed >= 0).sum() - (again & (listed[..., 1:] >= 0)).sum()
+    again = (listed[..., 1:] == listed[..., :-1]) & (listed[..., 1:] >= 0)
+    return (listed >= 0).sum() - again.sum()
 
 
 def granule_table(records: torch.Tensor, page_valid: torch.Tensor) -> Table:
@@ -173,10 +193,6 @@ def attend(
         shape = (0, *query.scale.shape)
         empty = query.scale.new_empty
         return empty(shape), empty(shape), empty(*shape, layout.dim), torch.zeros((), dtype=torch.int64, device=records.device)
-    table, batched = granule_table(records, page_valid), Query(*(part[None] for part in query))
-    if not refinement.enabled:
-        part, refined = attend_lanes(layout, batched, table, refinement.scan_noise), torch.zeros((), dtype=torch.int64)
-    else:
-        part, tokens = attend_tiered(layout, batched, table, refinement)
-        refined = count_refined(tokens)
+    batched = Query(*(part[None] for part in query))
+    *part, refined = attend_lanes(layout, batched, granule_table(records, page_valid), refinement)
     return *(tensor[0] for tensor in part), refined

@@ -77,14 +77,14 @@ def centroid_score(centroid, q_rotated, D: tl.constexpr):
 
 @triton.constexpr_function
 def first_block(dim: int) -> int:
-    """The largest power of two that is not above `dim`."""
-    return 1 << (dim.bit_length() - 1)
+    """The largest power of two that is not above `dim`, but at least 32, the tensor core's step."""
+    return max(32, 1 << (dim.bit_length() - 1))
 
 
 @triton.constexpr_function
 def second_block(dim: int) -> int:
-    """The rest of `dim`, as a power of two of at least 32 (the tensor core's step); 0 where there is none."""
-    rest = dim - (1 << (dim.bit_length() - 1))
+    """The rest of `dim`, as a power of two of at least 32; 0 where there is none."""
+    rest = max(0, dim - max(32, 1 << (dim.bit_length() - 1)))
     return max(32, 1 << (rest - 1).bit_length()) if rest else 0
 
 
@@ -109,6 +109,7 @@ def decode(
     PAGES: tl.constexpr = 512 // P
     WIDTH: tl.constexpr = triton.next_power_of_2(D // 8)
     DIMS: tl.constexpr = 8 * WIDTH // SETS
+    ONES: tl.constexpr = 16 if DIMS >= 16 else DIMS
     lane, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
     source = (batch * heads + head) * queries + query
     target = ((batch * lanes + lane).to(tl.int64) * heads + head) * queries + query
@@ -177,8 +178,8 @@ def decode(
         integers = to_tokens(round_weight(weights), SETS)
         words = load_planes(page + VALUE_PLANES, P * D // 8, P // 4, WIDTH, D // 8, VALUE_BITS)
         sums = value_dots(words, integers, column_set, SETS, VALUE_BITS, ASSEMBLY)
-        total = tl.dot(tl.full((16, P), 1, tl.int8), integers, out_dtype=tl.int32)
-        total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // 16, 16, COLS)), (DIMS, COLS)).to(tl.float32)
+        total = tl.dot(tl.full((ONES, P), 1, tl.int8), integers, out_dtype=tl.int32)
+        total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ONES, ONES, COLS)), (DIMS, COLS)).to(tl.float32)
         centroid = halves(page + VALUE_CENTROID, value_dim, None if D == 8 * WIDTH else place % WIDTH < D // 8)
         o = o * by_head(shrink, SETS) - total * by_head(lift * (level_unit(VALUE_BITS) * ((1 << VALUE_BITS) - 1)), SETS)
         o = by_row(centroid, SETS, GROUP) * by_head(mass, SETS) + o

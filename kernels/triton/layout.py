@@ -36,14 +36,10 @@ class Layout:
         if self.dim % 8 or not 16 <= self.dim <= 256:
             raise ValueError(f"head_dim {self.dim}: the Triton kernels read multiples of 8 from 16 to 256; use the reference")
         for side, name in enumerate(("key_bits", "value_bits")):
-            if self.bits[side] > 8 or self.scan_bits[side] > 4 or self.low_bits(side) > 4:
+            if self.bits[side] > 8 or self.scan_bits[side] > 4 or self.bits[side] - self.scan_bits[side] > 4:
                 raise ValueError(
                     f"{name} {self.bits[side]}: the Triton kernels scan 1 to 4 planes and refine by 1 to 4; use the reference"
                 )
         offsets = (self.record_bytes, *self.planes, *self.scan, *self.centroid)
         if any(offset % ALIGNMENT for offset in offsets):
             raise ValueError(f"record {self.record_bytes} bytes: fields begin at multiples of {ALIGNMENT}; align them")
-
-    def low_bits(self, side: int) -> int:
-        """Bits below the scanned planes."""
-        return self.bits[side] - self.scan_bits[side]

@@ -23,16 +23,18 @@ class Config:
     assembly: int
     warps: int
     stages: int
+    precision: str  # of products of fp32 numbers on tensor cores
     select_warps: int = 1
+    exact_warps: int = 4
 
     def refine_warps(self, tokens: int) -> int:
         """Of a program that refines so many tokens."""
         return max(1, min(8, tokens // 32))
 
 
-NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3)
-AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2)
-INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1)
+NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3")
+AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2, precision="ieee")
+INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1, precision="ieee")
 
 ARCHITECTURES: dict[str, Config] = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD, "interpreter": INTERPRETER}
 
