@@ -115,10 +115,12 @@ def time_ms(calls: Sequence[Callable[[], object]], repeats: int = 30, budget_s: 
         call()
         return (time.perf_counter() - started) * 1e3
 
-    for call in calls:
+    if not torch.cuda.is_available():
+        repeats = 1  # a dry run: the number means nothing
+    for call in calls if repeats > 1 else ():
         once(call)
     times, started, turn = [], time.perf_counter(), 0
-    while turn < repeats and (turn < 3 or time.perf_counter() - started < budget_s):
+    while turn < repeats and (turn < len(calls) or time.perf_counter() - started < budget_s):
         times.append(once(calls[turn % len(calls)]))
         turn += 1
     return statistics.median(times), min(times), max(times)

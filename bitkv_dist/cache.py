@@ -117,7 +117,8 @@ class PackedCache:
     def bytes(self) -> int:
         """Storage of every live cache tensor on this rank, slack of preallocation included."""
         states = [state for layer in self.layers for state in layer.states]
-        return sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+        tables = self._tables.bytes if self._tables is not None else 0
+        return tables + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
 
     @property
     def stored_bits_per_element(self) -> float:

@@ -185,7 +185,7 @@ class PackedLayer:
         rows = zip(queries, tables.states(self.index), tables.row, shard.reduce(nodes, tables.sequences), strict=True)
         for query, state, row, root in rows:
             exact = Partial(*kernels.attend_exact(query, state.exact, row + 1))
-            outputs.append(merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2))
+            outputs.append(self.codec.conclude(root, exact).transpose(0, 1).flatten(1, 2))
         return torch.stack(outputs)
 
     def finish_step(self, sequence: int, query: torch.Tensor, rows: torch.Tensor, exact: Partial,

@@ -106,4 +106,6 @@ def tree(granules: Partial, index: torch.Tensor, width: int, nodes: int) -> Part
 def root(nodes: Partial) -> Partial:
     """The top of the tree from its nodes [V, ...], V a power of two: Partial [...]."""
     count = len(nodes.m)
+    if count == 1:
+        return nodes.rows(0)
     return tree(nodes, torch.arange(count, device=nodes.m.device), count, 1).rows(0)

@@ -55,6 +55,10 @@ class StepTables:
         """Whether a sequence has outgrown the slots: new tables are due, and a new graph."""
         return self.needed() > self.slots
 
+    @property
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in (self.numbers, self.anchor, self.spans, self.owned, self.bounds, *self.offsets))
+
     def advance(self, tokens: list[int]) -> None:
         """Make room for one more token of each sequence in all layers: seal the pages that are due, write the numbers."""
         positions = [state.length for state in self.states(0)]

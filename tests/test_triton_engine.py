@@ -108,10 +108,10 @@ def test_a_recorded_step_answers_as_one_that_runs(codec, llama):
 
 def test_any_number_of_ranks_gives_the_same_bits(llama):
     """Two granules on three ranks, with the exchange of a real step."""
-    prompts = [tiny.prompt(1100)]
+    prompts = [tiny.prompt(700)]
 
     def short(mesh) -> Found:
-        return run(mesh, llama, CODECS["1bit"], prompts, max_new_tokens=4)
+        return run(mesh, llama, CODECS["1bit"], prompts, max_new_tokens=3)
 
     with dispatch.forced("triton"):
         (one,), several = (simulated.run(ranks, short) for ranks in (1, 3))

@@ -47,7 +47,8 @@ class Codec(Protocol):
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
-    takes_tables: bool  # whether a decode step finds its pages by tables on the device: also `table`, `bounds`, `attend_table`
+    takes_tables: bool  # whether a decode step finds its pages by tables on the device: also `table`, `bounds`,
+    # `attend_table` and `conclude`
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""

@@ -59,6 +59,10 @@ class PlanesCodecTriton(PlanesCodecCpu):
         *lanes, refined = triton.attend_lanes(self.native_layout, query, table, self.refinement)
         return [Partial(*triton.halve(*sequence, nodes)) for sequence in zip(*lanes, strict=True)], refined
 
+    def conclude(self, root: Partial, exact: Partial) -> torch.Tensor:
+        """The attention output fp32 [HK, 1, G, D] from the root of the merge tree and the partial of the exact tokens."""
+        return triton.conclude(root, exact, self.signs["V"])
+
 
 def plain(fields: ctypes.Structure) -> dict[str, Any]:
     """The fields as Python numbers and tuples of them."""

@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 
 from bitkv_dist.kernels.triton.attend import Refinement, Table, attend, attend_lanes, lane_bounds
+from bitkv_dist.kernels.triton.conclude import conclude
 from bitkv_dist.kernels.triton.encode import encode
 from bitkv_dist.kernels.triton.exact import attend_exact
 from bitkv_dist.kernels.triton.layout import Layout

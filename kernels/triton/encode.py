@@ -7,27 +7,14 @@ numbers does not fit into registers. Every sum is a tree of adjacent pairs, quot
 
 from __future__ import annotations
 
-import functools
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from bitkv_dist.kernels.reference import SCALE_FACTORS, dct_matrix, split_dim
+from bitkv_dist.kernels.triton.rotate import FACTORS, constants, log2, rotate_rows, rotation_of, tree_sum
 
 TILE_ELEMENTS = 4096  # of a page that a program holds in registers at a time; with these two nothing spills
 WARPS = 8
-FACTORS: tl.constexpr = tl.constexpr(len(SCALE_FACTORS))
-
-
-@triton.jit
-def tree_sum(x, LEVELS: tl.constexpr):
-    """Sum over the last dim of x [rows, 2^LEVELS] as a tree of adjacent pairs, [rows]."""
-    for _ in tl.static_range(LEVELS):
-        a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        x = a + b
-    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit
@@ -40,31 +27,6 @@ def to_half(x):
 def safe_divide(x, y):
     """x / y, and 0 where y is 0."""
     return tl.where(y == 0, 0.0, tl.div_rn(x, tl.where(y == 0, 1.0, y)))
-
-
-@triton.jit
-def rotate_rows(x, token, token_stride, dim_stride, signs, dct, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-                STEPS: tl.constexpr, ROOT: tl.constexpr):  # fmt: skip
-    """Rows `token` of x, rotated: fp32 [tokens, WIDE], zeros from DIM on. DIM = 2^STEPS * SIZE; ROOT = 2^(-STEPS / 2)."""
-    d = tl.arange(0, WIDE)
-    inside = d < DIM
-    block, k = d // SIZE, d % SIZE
-    rows = x + token[:, None].to(tl.int64) * token_stride
-    z = tl.zeros((token.shape[0], WIDE), tl.float32)
-    for j in tl.static_range(SIZE):
-        source = block * SIZE + j
-        part = tl.load(rows + source[None, :] * dim_stride, mask=inside[None, :], other=0.0).to(tl.float32)
-        part = part * tl.load(signs + source, mask=inside, other=0.0)[None, :]
-        if SIZE > 1:
-            part = part * tl.load(dct + k * SIZE + j)[None, :]
-        z = part if j == 0 else z + part
-    for step in tl.static_range(STEPS):
-        upper = (block >> step) % 2 == 1
-        away = SIZE << step
-        partner = tl.where(inside, tl.where(upper, d - away, d + away), d)
-        other = tl.gather(z, tl.broadcast_to(partner[None, :], z.shape), 1)
-        z = tl.where(upper[None, :], other - z, z + other)
-    return z * ROOT
 
 
 @triton.jit
@@ -127,11 +89,6 @@ def page_centroid(x, token_stride, dim_stride, signs, dct, TOKENS: tl.constexpr,
     return to_half(tree_sum(sums, log2(tiles)) * (1.0 / TOKENS))
 
 
-@triton.constexpr_function
-def log2(n):
-    return n.bit_length() - 1
-
-
 @triton.jit
 def pack_words(code, planes, tile, SIDE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr,
                WIDE: tl.constexpr, BITS: tl.constexpr, SCAN_BITS: tl.constexpr):  # fmt: skip
@@ -168,7 +125,7 @@ def pack_low(code, low, token, TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.c
 
 
 @triton.jit
-def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, constants, records, kv_heads, record_bytes,
+def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, table, records, kv_heads, record_bytes,
                 planes_at, scan_at, full_at, low_at, centroid_at,
                 SIDE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
                 SIZE: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr, BITS: tl.constexpr, SCAN_BITS: tl.constexpr,
@@ -182,7 +139,7 @@ def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, co
     record = records + program.to(tl.int64) * record_bytes
     planes = (record + planes_at).to(tl.pointer_type(tl.int32))
     scans, fulls = (record + scan_at).to(tl.pointer_type(tl.float16)), (record + full_at).to(tl.pointer_type(tl.float16))
-    dct = constants + FACTORS
+    dct = table + FACTORS
 
     centroid = page_centroid(x, token_stride, dim_stride, signs, dct, TOKENS, TILE, DIM, WIDE, SIZE, STEPS, ROOT)
     d = tl.arange(0, WIDE)
@@ -199,7 +156,7 @@ def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, co
         if BITS == 1:
             code = (z >= 0).to(tl.int32)
         else:
-            full = search_scale(z, inside, constants, BITS, levels)
+            full = search_scale(z, inside, table, BITS, levels)
             code = cells(z, full, BITS).to(tl.int32) + (1 << (BITS - 1))
         if BITS == 1 or SCAN_BITS < BITS or UNBIASED:
             scan = scan_scale(z, code, inside, DIM, BITS, SCAN_BITS, UNBIASED, levels)
@@ -212,28 +169,20 @@ def encode_side(x, page_stride, head_stride, token_stride, dim_stride, signs, co
         pack_words(code, planes, tile, SIDE, TOKENS, TILE, DIM, WIDE, BITS, SCAN_BITS)
 
 
-@functools.cache
-def table(size: int, device: torch.device) -> torch.Tensor:
-    """fp32: the candidate factors of the scale search, then the rows of the small DCT."""
-    return torch.tensor([*SCALE_FACTORS, *(value for row in dct_matrix(size) for value in row)], device=device)
-
-
 def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor,
            unbiased: bool) -> torch.Tensor:
     """k, v [pages, HK, P, D] of any strides in fp32, fp16 or bf16, finite; signs fp32 [HK, D] -> records uint8
     [pages, HK, record_bytes], the bytes of the reference. unbiased: the keys' scan scale is <z, z> / <z, level>."""
     pages, kv_heads, tokens, dim = k.shape
     records = torch.zeros(pages, kv_heads, layout.record_bytes, dtype=torch.uint8, device=k.device)
-    power, size = split_dim(dim)
-    wide = triton.next_power_of_2(dim)
-    tile = max(8, min(tokens, TILE_ELEMENTS // wide))
+    rotation = rotation_of(dim)
+    tile = max(8, min(tokens, TILE_ELEMENTS // rotation.WIDE))
     for side, (x, signs) in enumerate(((k, key_signs), (v, value_signs))):
         if pages:
             encode_side[(pages * kv_heads,)](
-                x, *x.stride(), signs, table(size, k.device), records, kv_heads, layout.record_bytes,
+                x, *x.stride(), signs, constants(dim, k.device), records, kv_heads, layout.record_bytes,
                 layout.planes[side], layout.scan[side], layout.full[side], layout.low[side], layout.centroid[side],
-                SIDE=side, TOKENS=tokens, TILE=tile, DIM=dim, WIDE=wide, SIZE=size, STEPS=power.bit_length() - 1,
-                ROOT=1.0 / math.sqrt(power), BITS=layout.bits[side], SCAN_BITS=layout.scan_bits[side],
-                UNBIASED=bool(unbiased and side == 0), num_warps=WARPS, enable_fp_fusion=False,
+                SIDE=side, TOKENS=tokens, TILE=tile, **rotation._asdict(), BITS=layout.bits[side],
+                SCAN_BITS=layout.scan_bits[side], UNBIASED=bool(unbiased and side == 0), num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
     return records
