@@ -72,7 +72,7 @@ def packed_steps(config: CacheConfig, context: int) -> tuple[list[Step], int]:
 
 
 def sdpa_steps(context: int) -> tuple[list[Step], int]:
-    """Flash attention of torch, the group laid out as query rows: each key is read once. Checked against the plain product."""
+    """Flash attention of torch, the group laid out as query rows, so that each key is read once."""
     each = 2 * KV_HEADS * context * DIM * TYPE.itemsize
     count = gpu_device.sets_beyond_cache(each, DEVICE)
     caches = [torch.randn(2, 1, KV_HEADS, context, DIM, device=DEVICE, dtype=TYPE) for _ in range(count)]

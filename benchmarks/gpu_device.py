@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+BATCH = 16  # calls between two events
 
 
 def arguments(description: str, **extra: dict) -> argparse.Namespace:
@@ -99,31 +101,27 @@ def graphed(call: Callable[[], object]) -> tuple[Callable[[], object], str]:
         return call, f"eager: {str(error).splitlines()[0][:160]}"
 
 
-def time_ms(calls: Sequence[Callable[[], object]], repeats: int = 30, budget_s: float = 2.0) -> tuple[float, float, float]:
-    """(median, least, most) milliseconds of a call; the calls are taken in turn, the first round is not counted."""
+def time_ms(calls: Sequence[Callable[[], object]], repeats: int = 30, budget_s: float = 0.6) -> tuple[float, float, float]:
+    """(median, least, most) milliseconds of a call, over batches of calls that follow one another without a wait.
+
+    The calls are taken in turn; the first batch is not counted. Without a GPU one call is timed, and means nothing.
+    """
     import torch
 
-    def once(call: Callable[[], object]) -> float:
-        if torch.cuda.is_available():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end)
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) * 1e3
-
     if not torch.cuda.is_available():
-        repeats = 1  # a dry run: the number means nothing
-    for call in calls if repeats > 1 else ():
-        once(call)
-    times, started, turn = [], time.perf_counter(), 0
-    while turn < repeats and (turn < len(calls) or time.perf_counter() - started < budget_s):
-        times.append(once(calls[turn % len(calls)]))
-        turn += 1
-    return statistics.median(times), min(times), max(times)
+        started = time.perf_counter()
+        calls[-1]()
+        return ((time.perf_counter() - started) * 1e3,) * 3
+    turns, times, began = itertools.cycle(calls), [], time.perf_counter()
+    while len(times) <= repeats and (len(times) < 4 or time.perf_counter() - began < budget_s):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(BATCH):
+            next(turns)()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / BATCH)
+    return statistics.median(times[1:]), min(times[1:]), max(times[1:])
 
 
 def copy_gb_s(device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def backend(device: torch.device) -> tuple[str, str]:
     if _forced == TRITON:
         return TRITON, f"{asked}, {_target(device)}"
     if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
+        if not _has_triton():
             return REFERENCE, "the package triton is not installed: pip install triton"
         return TRITON, f"the kernels for GPUs, {_target(device)}"
     if device.type != "cpu":
@@ -42,11 +43,16 @@ def native(device: torch.device) -> ModuleType | None:
     """
     if _forced == REFERENCE:
         return None
-    if _forced == TRITON or (device.type == "cuda" and importlib.util.find_spec("triton") is not None):
+    if _forced == TRITON or (device.type == "cuda" and _has_triton()):
         from bitkv_dist.kernels import triton
 
         return triton
     return cpu if device.type == "cpu" and cpu.load() is not None else None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _target(device: torch.device) -> str:
