@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.partial import Partial, root
+from bitkv_dist.tables import StepTables
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Step:
-    """What the rows of the coming forward are. `round`: of an exact prefill, each rank's (sequence, start, tokens) or None.
-    `decode`: tokens of a model's own, which teach its layers nothing. `views`: of a decode step, what each sequence's query
-    sees, for all layers; filled by the first."""
+    """What the rows of the coming forward are.
+
+    round: of an exact prefill, each rank's (sequence, start, tokens) or None. decode: tokens of a model's own, which teach its
+    layers nothing. tables: of a decode step whose lengths are on the device; `StepTables.advance` has then made room for its
+    tokens. views: of a decode step on a CPU, what each sequence's query sees, for all layers; filled by the first.
+    """
 
     sequences: list[int]
     round: list[tuple[int, int, int] | None] = field(default_factory=list)
     count_reads: bool = False
     decode: bool = False
+    tables: StepTables | None = None
     views: dict[int, View] = field(default_factory=dict)
 
 
@@ -54,12 +59,14 @@ class PackedCache:
         self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
         self.shard = shard or Shard()
         self.step = Step([])
-        self.reads = ReadCount()
+        self.counted = ReadCount()
+        self.refined = torch.zeros(heads.layers, dtype=torch.int64, device=heads.device)  # by steps with tables
         self.exact_reads = ReadCount()
         self.finite = torch.ones(
             heads.layers, dtype=torch.bool, device=heads.device
         )  # whether every attention output so far was
         self.layers = [PackedLayer(self, index) for index in range(heads.layers)]
+        self._tables: StepTables | None = None
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
         """The call of the model's attention: k, v [rows, HK, n, D]."""
@@ -71,13 +78,39 @@ class PackedCache:
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Allocate sealed pages for a sequence of `tokens` tokens at once."""
-        owned = sum(self.shard.owns(granule, sequence) for granule in range(reserved_granules(self.config, tokens)))
+        granules = reserved_granules(self.config, tokens)
+        owned = sum(self.shard.owns(granule, sequence) for granule in range(granules))
         for layer in self.layers:
+            layer.states[sequence].reserved_granules = granules
             layer.states[sequence].sealed.reserve(owned)
 
-    def count_exact(self, rows: torch.Tensor) -> None:
-        """Note that a decode step read the exact rows [2, HK, count, D]."""
-        self.exact_reads.add(ReadCount(rows.numel() * rows.element_size() * 8, rows.numel()))
+    @property
+    def takes_tables(self) -> bool:
+        """Whether the kernels of every layer find their pages by tables."""
+        return all(layer.codec.takes_tables for layer in self.layers)
+
+    def step_tables(self, sequences: list[int]) -> StepTables | None:
+        """The tables of a decode step of these sequences, the same ones until they are outgrown; None where the kernels take
+        none."""
+        if not self.takes_tables:
+            return None
+        if self._tables is None or self._tables.sequences != sequences or self._tables.stale:
+            self._tables = StepTables(self, sequences)
+        return self._tables
+
+    @property
+    def reads(self) -> ReadCount:
+        """What decode steps read of sealed pages so far."""
+        found = replace(self.counted)
+        for layer, refined in zip(self.layers, self.refined.tolist(), strict=True):
+            if refined:
+                found.add(layer.codec.count_reads(0, 1, refined))
+        return found
+
+    def count_exact(self, rows: int) -> None:
+        """Note that a decode step read so many rows of exact keys and values in one layer."""
+        elements = 2 * self.heads.kv_heads * rows * self.heads.head_dim
+        self.exact_reads.add(ReadCount(elements * self.heads.dtype.itemsize * 8, elements))
 
     def first_nonfinite_layer(self) -> int | None:
         bad = (~self.finite).nonzero().flatten().tolist()
@@ -87,7 +120,8 @@ class PackedCache:
     def bytes(self) -> int:
         """Storage of every live cache tensor on this rank, slack of preallocation included."""
         states = [state for layer in self.layers for state in layer.states]
-        return sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+        tables = self._tables.bytes if self._tables is not None else 0
+        return tables + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
 
     @property
     def stored_bits_per_element(self) -> float:

@@ -231,6 +231,7 @@ class GenerateConfig:
     chat: bool | None = None  # None = the model's chat template in interactive runs, plain continuation otherwise
     stream: bool = True
     digest: bool = False  # digest of the sealed bytes in the report
+    graph: bool = False  # decode steps replay a CUDA graph; one rank with a GPU
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -13,6 +13,7 @@ from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
+from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
 from bitkv_dist.parallel.exchange import combine
@@ -44,6 +45,8 @@ class Result:
 class Engine:
     """A model, its packed cache and this rank's place in the grid. Every rank makes the same calls."""
 
+    recorder: Recorder = CudaGraphs()
+
     def __init__(
         self, model: ServedModel, cache: CacheConfig, mesh: Mesh, generate: GenerateConfig, audit: bool = False
     ) -> None:
@@ -54,8 +57,11 @@ class Engine:
             model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
         )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
+        if generate.graph:
+            self.recorder.check(model.device, mesh.world.size)
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
+        self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it
         self.rotation_digest = agreement.require(mesh, model, cache, generate)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
@@ -124,9 +130,11 @@ class Engine:
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
         )  # fmt: skip
-        self.cache = None  # the old one makes room first
+        self.cache = self.graph = None  # the old one makes room first
         self.prefill = self.choose_prefill(prompts)
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
+        if self.config.graph and not self.cache.takes_tables:
+            raise ValueError("generate.graph true: plain torch attends to this cache (see kernel.reason); leave it false")
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]
@@ -234,11 +242,22 @@ class Engine:
 
     def step(self, live: list[int]) -> torch.Tensor:
         """Feed the pending token of each live sequence through all layers; fp32 logits [live, vocab]."""
-        positions = torch.tensor([[self.cache.length(sequence)] for sequence in live], device=self.model.device)
-        ids = torch.tensor([self.pending[sequence] for sequence in live], device=self.model.device)
-        for sequence in live:
-            self.pending[sequence] = []
-        self.cache.step = Step(live, count_reads=True, decode=True)
+        tokens = [self.pending[sequence].pop() for sequence in live]
+        tables = self.cache.step_tables(live)
+        self.cache.step = Step(live, count_reads=True, decode=True, tables=tables)
+        if tables is None:
+            positions = [[self.cache.length(sequence)] for sequence in live]
+            device = self.model.device
+            return self.forward(torch.tensor(tokens, device=device)[:, None], torch.tensor(positions, device=device))
+        tables.advance(tokens)
+        if not self.config.graph:
+            return self.forward(tables.token, tables.position)
+        if self.graph is None or self.graph.key is not tables:
+            self.graph = StepGraph(tables, lambda: self.forward(tables.token, tables.position), self.recorder)
+        return self.graph()
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One token of each sequence of the cache's step, ids and positions int64 [b, 1]; fp32 logits [b, vocab]."""
         return self.model.step(ids, positions, self.cache)
 
     def warm_up(self) -> None:
@@ -247,7 +266,7 @@ class Engine:
         self.config = replace(config, max_new_tokens=2, ignore_eos=True)
         tokens = min(cache.sink_rounded + cache.recent_tokens + 2 * cache.page_tokens, self.model.max_positions - 2)
         self.generate([[0] * tokens] * self.mesh.sp)  # the first granule of sequence b is rank b's
-        self.config, self.cache = config, None
+        self.config, self.cache, self.graph = config, None, None
 
 
 @contextmanager

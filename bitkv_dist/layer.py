@@ -17,7 +17,7 @@ from bitkv_dist.calibration import Probe, chunk_probes, granule_keys, probe_ends
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
 from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
@@ -25,6 +25,7 @@ from bitkv_dist.sequence import SequenceState
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
+    from bitkv_dist.tables import StepTables
 
 PARTIALS_AT_ONCE = 1 << 25  # elements of the granules' outputs that a chunk of queries holds at a time
 PAGES_AT_ONCE = 32  # pages that are encoded together: sealing a long prompt makes no copy of it
@@ -56,6 +57,9 @@ class PackedLayer:
         kv = torch.stack((k, v), dim=1)
         if self.cache.step.round:
             self.receive(kv[0])
+        elif (tables := self.cache.step.tables) is not None:
+            for state, row, token in zip(tables.states(self.index), tables.row, kv, strict=True):
+                state.exact.index_copy_(2, row[None], token)
         else:
             self.rows = [self.extend(sequence, kv[row]) for row, sequence in enumerate(self.cache.step.sequences)]
         return self, self
@@ -98,16 +102,24 @@ class PackedLayer:
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
         """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
+        state = self.states[sequence]
+        if kv.shape[2] > 1:
+            rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, : state.exact_count()])
+            state.length += kv.shape[2]
+            return torch.cat((rows, kv), dim=2)
+        row = self.make_room(sequence)
+        state.exact[:, :, row] = kv[:, :, 0]
+        return state.exact[:, :, : row + 1]
+
+    def make_room(self, sequence: int) -> int:
+        """Seal what is due before one more token and count it; the row of `exact` that it takes."""
         state, sink = self.states[sequence], self.cache.config.sink_rounded
         before = state.exact_count()
         rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, :before])
-        state.length += kv.shape[2]
-        if kv.shape[2] > 1:
-            return torch.cat((rows, kv), dim=2)
         if rows.shape[2] != before:
             state.exact[:, :, sink : rows.shape[2]] = rows[:, :, sink:]
-        state.exact[:, :, rows.shape[2]] = kv[:, :, 0]
-        return state.exact[:, :, : rows.shape[2] + 1]
+        state.length += 1
+        return rows.shape[2]
 
     def seal_due(self, sequence: int, length: int, rows: torch.Tensor) -> torch.Tensor:
         """Seal the pages due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns those that stay exact."""
@@ -156,10 +168,12 @@ class PackedLayer:
         grouped = q.unflatten(1, (self.cache.heads.kv_heads, -1))  # [rows, HK, G, n, D]
         if step.round:
             out = self.attend_prompt(grouped[0], scaling)
+        elif step.tables is not None:
+            out = self.attend_tables(base2(grouped, scaling), step.tables)
         else:
             queries = base2(grouped, scaling)  # [rows, HK, n, G, D]
             if q.shape[2] == 1 and self.codec.fused:
-                return self.attend_step(queries).to(q.dtype)
+                return self.attend_fused(queries).to(q.dtype)
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
             nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
             roots = self.cache.shard.reduce(nodes, step.sequences)
@@ -169,7 +183,7 @@ class PackedLayer:
         self.cache.finite[self.index] &= torch.isfinite(out).all()
         return out.to(q.dtype)
 
-    def attend_step(self, queries: torch.Tensor) -> torch.Tensor:
+    def attend_fused(self, queries: torch.Tensor) -> torch.Tensor:
         """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D], in few calls: see Codec.fused."""
         step, shard = self.cache.step, self.cache.shard
         seen = []
@@ -180,8 +194,8 @@ class PackedLayer:
             exact, nodes, reads = self.codec.see(step.views[sequence], query, rows, state.sealed.slabs)
             seen.append((exact, nodes))
             if step.count_reads:
-                self.cache.count_exact(rows)
-                self.cache.reads.add(reads)
+                self.cache.count_exact(rows.shape[2])
+                self.cache.counted.add(reads)
         roots = shard.reduce([nodes for _, nodes in seen], step.sequences)
         out = torch.empty(len(seen), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
         for root, (exact, _), row in zip(roots, seen, out, strict=True):
@@ -198,12 +212,24 @@ class PackedLayer:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return causal_attention(q, *state.prompt[:, :, :end], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
+    def attend_tables(self, queries: torch.Tensor, tables: StepTables) -> torch.Tensor:
+        """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D]; no length of it is the host's."""
+        shard, kernels = self.cache.shard, dispatch.native(queries.device)
+        nodes, refined = self.codec.attend_table(self.codec.prepare(queries), tables.tables[self.index], shard.nodes)
+        self.cache.refined[self.index] += refined
+        outputs = []
+        rows = zip(queries, tables.states(self.index), tables.row, shard.reduce(nodes, tables.sequences), strict=True)
+        for query, state, row, root in rows:
+            exact = Partial(*kernels.attend_exact(query, state.exact, row + 1))
+            outputs.append(self.codec.conclude_table(root, exact).transpose(0, 1).flatten(1, 2))
+        return torch.stack(outputs)
+
     def finish_step(self, sequence: int, query: torch.Tensor, rows: torch.Tensor, exact: Partial,
                     root: Partial) -> torch.Tensor:
         """Output [n, H, D] of a sequence's queries [HK, n, G, D]; what a chunk of several tokens left to do is done."""
         state = self.states[sequence]
         if self.cache.step.count_reads:
-            self.cache.count_exact(rows)
+            self.cache.count_exact(rows.shape[2])
         if state.tuning is not None and not self.cache.step.decode:
             self.calibrate(sequence, chunk_probes(state, query))
         if query.shape[1] > 1:
@@ -233,7 +259,7 @@ class PackedLayer:
             index = torch.tensor(granules, device=query.device) if self.codec.chooses_globally else None
             part, reads = self.codec.attend(prepared, records, valid, choice, index)
             if self.cache.step.count_reads:
-                self.cache.reads.add(reads)
+                self.cache.counted.add(reads)
             return part
 
         return self.nodes(state, query.shape, state.sealed_end, attend)
@@ -264,7 +290,7 @@ class PackedLayer:
         def counted(queries: int, records: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """The block, when it is scanned once more than attention does."""
             if self.cache.step.count_reads:
-                self.cache.reads.bits += self.codec.scan_cost(valid, queries)
+                self.cache.counted.bits += self.codec.scan_cost(valid, queries)
             return records, valid
 
         log_sum_exp = None
@@ -292,8 +318,8 @@ class PackedLayer:
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
         """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], the last n of them their own."""
         n, count = query.shape[1], rows.shape[2]
-        if n == 1 and dispatch.on_cpu(rows.device):
-            return Partial(*cpu.attend_exact(query, rows))
+        if n == 1 and (kernels := dispatch.native(rows.device)) is not None:
+            return Partial(*kernels.attend_exact(query, rows))
         valid = None
         if n > 1:
             position = torch.arange(count, device=rows.device)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from bitkv_dist.config import LANES
-from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.reference import exp2
 
 
@@ -97,8 +97,9 @@ def reduce_lanes(lanes: Partial, nodes: int) -> Partial:
 def tree(granules: Partial, index: torch.Tensor, width: int, nodes: int) -> Partial:
     """`reduce_lanes(fill_lanes(..))` by the fastest kernels for the device; every merge of the tree goes through here, on every
     rank."""
-    if dispatch.on_cpu(granules.m.device):
-        return Partial(*cpu.tree(*granules, index, width, nodes))
+    kernels = dispatch.native(granules.m.device)
+    if kernels is not None:
+        return Partial(*kernels.tree(*granules, index, width, nodes))
     return reduce_lanes(fill_lanes(granules, index, width), nodes)
 
 

@@ -6,7 +6,6 @@ import resource
 import sys
 
 from bitkv_dist.codec.interface import ReadCount
-from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.engine import Engine, Result
 from bitkv_dist.kernels import dispatch
 
@@ -41,13 +40,16 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
 
 
 def kernel_report(engine: Engine) -> dict:
-    """Which kernels encoded and attended to sealed pages, and why these; the type that the weights are kept in."""
+    """Which kernels encoded and attended to sealed pages, and why these; the type that the weights are kept in; whether decode
+    steps were graphs."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
-    unserved = f"codec {config.codec}" if config.codec != "planes" else unserved_rule(config)
+    codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
+    unserved = next((codec.unserved for codec in codecs if codec.unserved), None) if codecs else f"codec {config.codec}"
     if backend != dispatch.REFERENCE and unserved:
         backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
-    return {"backend": backend, "reason": reason, "weights": str(engine.model.weights).removeprefix("torch.")}
+    weights = str(engine.model.weights).removeprefix("torch.")
+    return {"backend": backend, "reason": reason, "weights": weights, "graph": engine.config.graph}
 
 
 def cache_report(engine: Engine) -> dict:

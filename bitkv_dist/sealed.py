@@ -55,6 +55,11 @@ class SealedStore:
                 yield slab[start:stop], self.granules[first + start : first + stop]
             first += len(slab)
 
+    def addresses(self) -> Iterator[tuple[int, int]]:
+        """(global granule, address of its records) of the granules held here. A slab never moves."""
+        for records, granules in self.blocks(1):
+            yield granules[0], records.data_ptr()
+
     @property
     def bytes(self) -> int:
         return sum(slab.untyped_storage().nbytes() for slab in self.slabs)

@@ -36,6 +36,7 @@ class SequenceState:
         room = (2, shape.kv_heads, exact_rows(config), shape.head_dim)
         self.exact = torch.zeros(room, dtype=shape.dtype, device=shape.device)
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
+        self.reserved_granules = 0  # of all ranks, that room was announced for
         self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
         self.tuning = tuning
         # Of an exact prefill: after how many tokens a query teaches, and those queries [HK, 1, G, D] in base 2.

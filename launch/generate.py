@@ -37,6 +37,7 @@ _SWITCHES = (
     ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
     ("--warmup", "generate.warmup", "run once before the timed run"),
     ("--digest", "generate.digest", "report a digest of all sealed bytes"),
+    ("--graph", "generate.graph", "replay decode steps as a CUDA graph; one rank with a GPU"),
 )
 _PAIRS = (
     ("--chat", "generate.chat", "read a prompt as the user's turn of the chat template"),

@@ -229,7 +229,7 @@ def storages(thing, found: dict[int, int]) -> dict[int, int]:
     elif isinstance(thing, dict):
         storages(list(thing.values()), found)
     elif type(thing).__module__.startswith("bitkv_dist.") and ".codec." not in type(thing).__module__:
-        kept = [value for name, value in vars(thing).items() if name not in ("cache", "finite", "rows")]
+        kept = [value for name, value in vars(thing).items() if name not in ("cache", "finite", "refined", "rows")]
         storages(kept, found)
     return found
 

@@ -19,7 +19,7 @@ class DenseAttention:
     tokens: int
     record_bytes: int
     chooses_globally = False
-    fused = False
+    fused = takes_tables = False
 
     def tuning(self) -> None:
         return None

@@ -47,7 +47,10 @@ class Codec(Protocol):
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
-    fused: bool  # whether a decode step is `see` and `conclude`, two calls of compiled code, in place of all from `prepare` to `finish`
+    # Whether a decode step is `see` and `conclude`, two calls of compiled code, in place of all from `prepare` to `finish`.
+    fused: bool
+    # Whether a decode step finds its pages by tables on the device: also `table`, `bounds`, `attend_table`, `conclude_table`.
+    takes_tables: bool
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
@@ -87,5 +90,9 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.planes import PlanesCodec
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
 
-    planes = PlanesCodecCpu if dispatch.on_cpu(heads.device) else PlanesCodec
+    planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
+    if kernels == dispatch.REFERENCE:
+        planes = PlanesCodec
+    elif kernels == dispatch.TRITON:
+        from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
     return {"planes": planes, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)

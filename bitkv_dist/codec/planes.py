@@ -35,7 +35,8 @@ TAIL_CORRECTION = 0.75
 class PlanesCodec:
     """Bit-plane pages of one layer and rank; see interface.Codec."""
 
-    fused = False
+    unserved: str | None = None  # the setting that the kernels of the device do not know, so that plain torch attends
+    fused = takes_tables = False
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         reference.split_dim(heads.head_dim)
@@ -158,11 +159,11 @@ class PlanesCodec:
         return Partial(*reference.tail_weights(query, plane, page_valid, truth, self.key_low, self.noise, rules))
 
     def count_reads(self, pages: int, queries: int, refined: int | None) -> ReadCount:
-        """Planes, scan scales and centroids of every token of `pages` pages for each query; low bits and full scales of the
-        `refined` tokens, which count once per KV head and query."""
+        """Planes, scan scales and centroids of every token of so many sealed pages for each query; low bits and full scales of
+        the `refined` tokens, which count once per KV head and query."""
         fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
         scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
-        pages *= self.heads.kv_heads * queries
+        pages = pages * self.heads.kv_heads * queries
         count = ReadCount(pages * scan_bytes * 8, pages * tokens * dim * 2, pages * tokens)
         if self.selection is not None:
             count.refined = refined

@@ -10,16 +10,18 @@ from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.kernels import cpu, dispatch, reference
 from bitkv_dist.kernels.cpu.step import View, finish
 from bitkv_dist.partial import Partial
 
 
 class PlanesCodecCpu(PlanesCodec):
-    """Encoding is byte for byte that of the reference. Rules that the C++ attention does not know are left to the reference."""
+    """Encoding is byte for byte that of the reference. Rules that the compiled attention does not know are left to the
+    reference."""
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         super().__init__(config, heads, layer)
+        self.kernels = dispatch.native(heads.device)
         self.unserved = unserved_rule(config)
         self.native_layout = native_layout(self)
         rule, noise = config.refine, 0.5 * math.log(2)
@@ -33,10 +35,10 @@ class PlanesCodecCpu(PlanesCodec):
         )
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return cpu.encode(self.native_layout, k, v, self.signs["K"], self.signs["V"], self.config.score == "unbiased")
+        return self.kernels.encode(self.native_layout, k, v, self.signs["K"], self.signs["V"], self.config.score == "unbiased")
 
     def prepare(self, q: torch.Tensor, tuning: Tuning | None = None) -> cpu.Query | reference.Query:
-        return super().prepare(q, tuning) if self.unserved else cpu.quantize_query(q, self.signs["K"])
+        return super().prepare(q, tuning) if self.unserved else self.kernels.quantize_query(q, self.signs["K"])
 
     def attend(
         self,
@@ -48,11 +50,11 @@ class PlanesCodecCpu(PlanesCodec):
     ) -> tuple[Partial, ReadCount]:
         if self.unserved:
             return super().attend(query, records, page_valid, choice, granules)
-        *part, refined = cpu.attend(self.native_layout, query, records, page_valid, self.refinement)
+        *part, refined = self.kernels.attend(self.native_layout, query, records, page_valid, self.refinement)
         return Partial(*part), self.count_reads(int(page_valid.sum()), query.codes.shape[1], refined)
 
     def finish(self, partial: Partial) -> Partial:
-        return partial._replace(o=cpu.rotate_back(partial.o, self.signs["V"]))
+        return partial._replace(o=self.kernels.rotate_back(partial.o, self.signs["V"]))
 
     @property
     def fused(self) -> bool:
@@ -71,7 +73,7 @@ class PlanesCodecCpu(PlanesCodec):
 
 
 def unserved_rule(config: CacheConfig) -> str | None:
-    """The setting that the C++ attention does not know, or None."""
+    """The setting that no compiled attention knows, or None."""
     if config.score == "fitted":
         return "score: fitted"
     if not config.refines:

@@ -1,0 +1,200 @@
+"""Every Triton kernel on this GPU against its plain-torch twin: bytes and merge order exactly, floats within fp32 rounding.
+
+    python benchmarks/gpu_correctness.py [--dry-run]
+
+A process for each head dim, side by side: most of the time goes into compiling. A line of JSON for each kernel and dim with the
+number of cases and the worst error; the exit status is 1 when one is out of bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import gpu_device
+
+ARGS = gpu_device.arguments(__doc__, dim={"type": int, "help": "this head dim alone, in this process"})
+
+import torch  # noqa: E402
+
+from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
+from bitkv_dist.codec.planes import PlanesCodec  # noqa: E402
+from bitkv_dist.config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
+from bitkv_dist.kernels import dispatch, reference  # noqa: E402
+from bitkv_dist.partial import Partial, fill_lanes, merge, reduce_lanes, tree  # noqa: E402
+from bitkv_dist.rotation import layer_signs  # noqa: E402
+
+DEVICE = gpu_device.device_of(ARGS.dry_run)
+KV_HEADS = 2
+DIMS = {64: 1, 80: 3, 96: 7, 128: 4, 192: 8, 256: 16}  # head dim -> query heads of a group
+if ARGS.dry_run:
+    DIMS = {64: 4}
+SCORES = 1e-4  # base 2
+OUTPUTS = 2e-3  # relative to the output's norm: integer weights of two backends may differ by one
+CODECS = {
+    "1": CacheConfig(key_bits=1, value_bits=1),
+    "2": CacheConfig(key_bits=2, value_bits=2),
+    "3": CacheConfig(key_bits=3, value_bits=3, page_tokens=64),
+    "4": CacheConfig(key_bits=4, value_bits=4),
+    "4 / 2": CacheConfig(key_bits=4, value_bits=2, page_tokens=64),
+    "tiered4": CacheConfig(key_bits=4, value_bits=4, scan_bits=1, refine=RefineConfig()),
+    "tiered4-2": CacheConfig(key_bits=4, value_bits=4, scan_bits=2, refine=RefineConfig()),
+    "tiered4 per head": CacheConfig(key_bits=4, value_bits=4, scan_bits=1, refine=RefineConfig(granularity="head")),
+}
+if ARGS.dry_run:
+    CODECS = {name: CODECS[name] for name in ("1", "tiered4")}
+
+
+def pages(tokens: int, dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pages [1, HK, P, D] of every kind that has gone wrong somewhere."""
+    x = torch.randn(1, KV_HEADS, tokens, dim, device=DEVICE)
+    yield "normal", x
+    yield "with an offset", x + 200 * (torch.arange(dim, device=DEVICE) % 32 == 3)
+    if ARGS.dry_run:
+        return
+    yield "constant", torch.full_like(x, 2.0)
+    yield "zeros", torch.where(x > 0, 0.0, -0.0)
+    yield "tiny", x * 1e-30
+    yield "subnormal", x * 1e-40
+    yield "huge", x.sign() * 40_000
+    yield "overflowing", x * 1e20
+    yield "outliers", torch.where(torch.rand_like(x) < 0.02, 60 * x, x)
+
+
+def codecs(config: CacheConfig, dim: int, group: int) -> tuple[PlanesCodec, PlanesCodec]:
+    """The codec of the kernels and that of the reference."""
+    heads = HeadShape(1, 0, KV_HEADS, dim, torch.float32, DEVICE, group)
+    with dispatch.forced(dispatch.REFERENCE):
+        plain = make_codec(config, heads, 0)
+    found = make_codec(config, heads, 0)
+    assert type(found) is not type(plain) and found.unserved is None, f"not served by the kernels: {found.unserved}"
+    return found, plain
+
+
+def check_encode(dim: int) -> bool:
+    """Bytes against the reference on the CPU. Half of the codecs for each dim; D = 128 takes those that are timed later."""
+    wrong, cases, place = [], 0, sorted(DIMS).index(dim)
+    chosen = list(CODECS)[place % 2 :: 2] if dim != 128 else ["1", "2", "4", "tiered4"]
+    for name in chosen:
+        config = CODECS[name]
+        found, _ = codecs(config, dim, 4)
+        with dispatch.forced(dispatch.REFERENCE):
+            plain = make_codec(config, HeadShape(1, 0, KV_HEADS, dim, torch.float32), 0)
+        kinds, x = zip(*pages(config.page_tokens, dim), strict=True)
+        k = torch.cat(x).to(torch.float16 if ARGS.dry_run else torch.bfloat16)
+        v = k.flip(2) if len(chosen) % 2 else k.flip(2).float()
+        same = (found.encode(k, v).cpu() == plain.encode(k.cpu(), v.cpu())).flatten(1).all(1)
+        differ = [kind for kind, ok in zip(kinds, same.tolist(), strict=True) if not ok]
+        wrong += [f"{name} bits, D {dim}, {kind}" for kind in differ]
+        cases += len(kinds)
+    gpu_device.emit("correctness", kernel="encode", dim=dim, codecs=chosen, cases=cases, wrong=wrong, ok=not wrong)
+    return not wrong
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+
+
+def check_attend(dim: int) -> bool:
+    """Partials of granules that are full, empty and partly sealed, by their log-sum-exp and normalised output."""
+    good = True
+    for name, config in CODECS.items():
+        found, plain = codecs(config, dim, DIMS[dim])
+        per_granule = GRANULE_TOKENS // config.page_tokens
+        shape = (3 * per_granule, KV_HEADS, config.page_tokens, dim)
+        k, v = (torch.randn(shape, device=DEVICE) + torch.randn(1, KV_HEADS, 1, dim, device=DEVICE) for _ in range(2))
+        records = plain.encode(k, v).unflatten(0, (3, per_granule)).contiguous()
+        valid = torch.ones(3, per_granule, dtype=torch.bool, device=DEVICE)
+        valid[0, 0], valid[1], valid[2, per_granule // 2 :] = False, False, False
+        poisoned = torch.where(valid[:, :, None, None], records, 255)
+        q = torch.randn(KV_HEADS, 1, DIMS[dim], dim, device=DEVICE) * 4.8 / math.sqrt(dim)
+        mine, reads = found.attend(found.prepare(q), poisoned, valid)
+        theirs, wanted_reads = plain.attend(plain.prepare(q), records, valid)
+        refined = int(reads.refined) == int(wanted_reads.refined)
+        empty = bool(torch.isneginf(mine.m[1]).all()) and not mine.l[1].any() and not mine.o[1].any()
+        scores, outputs = 0.0, 0.0
+        for granule in (0, 2):
+            a, b = mine.rows(granule), theirs.rows(granule)
+            scores = max(scores, (a.log_sum_exp() - b.log_sum_exp()).abs().max().item())
+            outputs = max(outputs, relative(a.normalised(), b.normalised()))
+        ok = scores < SCORES and outputs < OUTPUTS and refined and empty
+        gpu_device.emit("correctness", kernel="attend", dim=dim, group=DIMS[dim], bits=name, log_sum_exp=scores, output=outputs,
+                        refined_equal=refined, empty_is_empty=empty, ok=ok)  # fmt: skip
+        good = good and ok
+    return good
+
+
+def check_tree(dim: int) -> bool:
+    """Values against the plain tree, bits against itself split among ranks."""
+    worst, bits = 0.0, True
+    for count in (1, 31) if ARGS.dry_run else (1, 31, 257, 2048):
+        part = Partial(8 * torch.randn(count, 2, 1, 3), torch.rand(count, 2, 1, 3) + 0.5, torch.randn(count, 2, 1, 3, dim))
+        hole = torch.arange(part.m.numel()).view_as(part.m) % 7 == 3
+        part = Partial(part.m.masked_fill(hole, -math.inf), part.l.masked_fill(hole, math.nan), part.o)
+        part, index = Partial(*(t.to(DEVICE) for t in part)), torch.arange(count, device=DEVICE)
+        width = 32 if ARGS.dry_run else LANES
+        mine, wanted = tree(part, index, width, 1), reduce_lanes(fill_lanes(part, index, width), 1)
+        worst = max(worst, relative(mine.normalised().nan_to_num(), wanted.normalised().nan_to_num()))
+        for nodes in (2, 8):
+            again = tree(tree(part, index, width, nodes), torch.arange(nodes, device=DEVICE), nodes, 1)
+            bits = bits and all(torch.equal(a, b) for a, b in zip(again, mine, strict=True))
+    gpu_device.emit("correctness", kernel="tree", dim=dim, output=worst, same_bits=bits, ok=bits and worst < 1e-5)
+    return bits and worst < 1e-5
+
+
+def check_exact(dim: int) -> bool:
+    """The exact window, in the types of models, as long as it gets, by a count on the device too."""
+    worst, kernels = 0.0, dispatch.native(DEVICE)
+    for count in (1, 129, 384):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if ARGS.dry_run and (dtype == torch.bfloat16 or count == 384):
+                continue
+            rows = torch.randn(2, KV_HEADS, 400, dim, device=DEVICE).to(dtype)
+            q = torch.randn(KV_HEADS, 1, DIMS[dim], dim, device=DEVICE) / math.sqrt(dim)
+            wanted = Partial(*reference.attend_dense(q, *rows[:, :, :count].float().unsqueeze(1), None)).rows(0)
+            for mine in (
+                Partial(*kernels.attend_exact(q, rows[:, :, :count])),
+                Partial(*kernels.attend_exact(q, rows, torch.tensor(count, device=DEVICE))),
+            ):
+                worst = max(worst, relative(mine.normalised(), wanted.normalised()))
+                worst = max(worst, (mine.log_sum_exp() - wanted.log_sum_exp()).abs().max().item())
+    gpu_device.emit("correctness", kernel="exact", dim=dim, error=worst, ok=worst < SCORES)
+    return worst < SCORES
+
+
+def check_ends(dim: int) -> bool:
+    """Query codes exactly, and the concluded output of a step."""
+    kernels = dispatch.native(DEVICE)
+    signs = layer_signs(7, 3, 0, KV_HEADS, "K", dim).to(DEVICE)
+    q = torch.randn(2, KV_HEADS, 1, DIMS[dim], dim, device=DEVICE)
+    mine, wanted = kernels.quantize_query(q, signs), reference.quantize_query(q, signs)
+    codes = torch.equal(mine.codes.float(), wanted.codes) and torch.equal(mine.rotated, wanted.rotated)
+    shape = (KV_HEADS, 1, DIMS[dim])
+    a, b = (Partial(torch.randn(shape), torch.rand(shape) + 1, torch.randn(*shape, dim)) for _ in range(2))
+    a, b = (Partial(*(t.to(DEVICE) for t in part)) for part in (a, b))
+    back = a._replace(o=reference.rotate_back(a.o, signs[:, None, None, :]))
+    error = relative(kernels.conclude(a, b, signs), merge(back, b).normalised())
+    gpu_device.emit("correctness", kernel="ends", dim=dim, codes_equal=codes, output=error, ok=codes and error < 1e-5)
+    return codes and error < 1e-5
+
+
+def each_dim() -> bool:
+    """A process for each head dim; what they print is passed on when they end."""
+    flags = ["--dry-run"] if ARGS.dry_run else []
+    commands = [[sys.executable, __file__, "--dim", str(dim), *flags] for dim in DIMS]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    for process in processes:
+        print(process.communicate()[0], end="", flush=True)
+    return not any(process.returncode for process in processes)
+
+
+def one_dim(dim: int) -> bool:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.inference_mode(), gpu_device.kernels_of(ARGS.dry_run):
+        return all([check(dim) for check in (check_encode, check_attend, check_tree, check_exact, check_ends)])
+
+
+if __name__ == "__main__":
+    sys.exit(0 if (one_dim(ARGS.dim) if ARGS.dim else each_dim()) else "a kernel differs from the reference")

@@ -1,0 +1,87 @@
+"""The planes codec on a GPU: the same records, encoded and attended to by the Triton kernels.
+
+A decode step finds its pages by tables on the device, so that nothing of it depends on a length that the host knows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from bitkv_dist.codec.interface import HeadShape, ReadCount
+from bitkv_dist.codec.planes_cpu import PlanesCodecCpu, unserved_rule
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.kernels import reference, triton
+from bitkv_dist.partial import Partial
+
+MOST_PLANES = 4  # scanned, and below the scanned ones
+MOST_HEADS = 16  # query heads of a KV head: the columns of a tensor-core tile
+
+
+class PlanesCodecTriton(PlanesCodecCpu):
+    """What the attention kernels do not know is left to the reference, by name; encoding knows everything."""
+
+    fused = False
+
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
+        super().__init__(config, heads, layer)
+        self.unserved = unserved_rule(config) or unserved_shape(config, heads)
+        self.takes_tables = self.unserved is None
+        if self.takes_tables:
+            self.native_layout = triton.Layout(**plain(self.native_layout))
+            self.refinement = triton.Refinement(**plain(self.refinement))
+
+    def attend(
+        self,
+        query: triton.Query | reference.Query,
+        records: torch.Tensor,
+        page_valid: torch.Tensor,
+        choice: reference.Selection | None = None,
+        granules: torch.Tensor | None = None,
+    ) -> tuple[Partial, ReadCount]:
+        """Counts stay on the device: nobody waits for them here."""
+        if self.unserved:
+            return super().attend(query, records, page_valid, choice, granules)
+        *part, refined = triton.attend(self.native_layout, query, records, page_valid, self.refinement)
+        return Partial(*part), self.count_reads(page_valid.sum(), query.codes.shape[-3], refined)
+
+    def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> triton.Table:
+        """What `attend_table` reads: granule records at base + offsets int64 [B, slots], and `bounds` of the lanes' pages."""
+        return triton.Table(base, offsets, bounds)
+
+    def bounds(self, spans: torch.Tensor, lanes: int) -> torch.Tensor:
+        """int32 [B, lanes, 2]: of the pages first .. end - 1 of each sequence, spans int64 [B, 2], those of each lane."""
+        return triton.lane_bounds(spans, lanes, GRANULE_TOKENS // self.config.page_tokens)
+
+    def attend_table(self, query: triton.Query, table: triton.Table, nodes: int) -> tuple[list[Partial], torch.Tensor]:
+        """Queries [B, HK, 1, G, ..] -> the first `nodes` nodes of each sequence's merge tree, Partials [nodes, HK, 1, G] in the
+        rotated space, and how many tokens were refined, int64 []."""
+        *lanes, refined = triton.attend_lanes(self.native_layout, query, table, self.refinement)
+        return [Partial(*triton.halve(*sequence, nodes)) for sequence in zip(*lanes, strict=True)], refined
+
+    def conclude_table(self, root: Partial, exact: Partial) -> torch.Tensor:
+        """The attention output fp32 [HK, 1, G, D] from the root of the merge tree and the partial of the exact tokens."""
+        return triton.conclude(root, exact, self.signs["V"])
+
+
+def plain(fields: ctypes.Structure) -> dict[str, Any]:
+    """The fields as Python numbers and tuples of them."""
+    found = {name: getattr(fields, name) for name, *_ in fields._fields_}
+    return {name: tuple(value) if isinstance(value, ctypes.Array) else value for name, value in found.items()}
+
+
+def unserved_shape(config: CacheConfig, heads: HeadShape) -> str | None:
+    """The depth or head count that the attention kernels do not know, or None."""
+    for side, bits, scan_bits in (
+        ("key", config.key_bits, config.key_scan_bits),
+        ("value", config.value_bits, config.value_scan_bits),
+    ):
+        if scan_bits > MOST_PLANES:
+            return f"{scan_bits} scanned {side} bits"
+        if bits - scan_bits > MOST_PLANES:
+            return f"{side}_bits {bits} with {scan_bits} scanned"
+    if heads.group is not None and heads.group > MOST_HEADS:
+        return f"{heads.group} query heads to a KV head"
+    return None

@@ -1,0 +1,59 @@
+"""A decode step as a graph: recorded once, replayed for every token after it.
+
+Everything in it that changes from step to step is a number on the device (see tables.py). What runs on the host, sealing above
+all, stays outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], torch.Tensor]
+
+
+class Recorder(Protocol):
+    def check(self, device: torch.device, ranks: int) -> None:
+        """ValueError where a step cannot be recorded."""
+
+    def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        """`run` without running it: (replay, the tensor that each replay fills). What it reads must stay where it is."""
+
+
+class CudaGraphs:
+    def check(self, device: torch.device, ranks: int) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"generate.graph true: graphs need a GPU, and this rank runs on {device.type}; leave it false")
+        if ranks > 1:
+            raise ValueError(f"generate.graph true: a step with the exchange of {ranks} ranks is not recorded; leave it false")
+
+    def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = run()
+        return graph.replay, output
+
+
+class StepGraph:
+    """The first call runs, so that every kernel is compiled and every workspace there; the second records; all later replay.
+
+    key: what the graph was made for.
+    """
+
+    def __init__(self, key: object, run: Run, recorder: Recorder) -> None:
+        self.key, self.run, self.recorder = key, run, recorder
+        self.warm = False
+        self.replay: Callable[[], None] | None = None
+        self.output: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        """The result of the step; the next call writes over it."""
+        if not self.warm:
+            self.warm = True
+            return self.run()
+        if self.replay is None:
+            self.replay, self.output = self.recorder.record(self.run)
+        self.replay()
+        return self.output

@@ -1,0 +1,192 @@
+"""Attention to sealed pages: split-KV over lanes of granules, one program per (lane, KV head, query).
+
+Twin of `attend` in kernels/reference/attention.py without refinement. A program walks its granules in token order, page by page: codes
+expand to int8 in registers, scores and values are integer tensor-core sums, the softmax runs online in base 2. Nothing that grows is
+a compile-time constant, and the grid is that of the lanes whatever the context.
+
+The weight of a value is w_t = 2^(s_t - m) a_t with its scale a_t, and a page's integers are normalised by the largest of them. So what
+is exponentiated is u_t = s_t + log2 a_t, the page's maximum of u gives the scale, and 2^(s_t - m) = w_t / a_t needs no second
+exponential. The base m of a partial is the largest u: a partial says the same for any base.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bitkv_dist.kernels.triton.numbers import exp2, halves, log2, round_weight
+from bitkv_dist.kernels.triton.planes import key_dots, load_planes, unscale, value_dots
+from bitkv_dist.kernels.triton.tiles import by_head, by_row, head_max, head_sum, to_tokens
+
+LOG2_127 = tl.constexpr(6.988684686772166)
+NO_SCALE = tl.constexpr(-60.0)  # log2 of a zero scale: far below any fp16 one, so that such a value has no weight beside others
+NO_WEIGHT = tl.constexpr(-50.0)  # a page whose largest weight is below 2^this adds nothing to the output
+NOTHING = tl.constexpr(-1e30)  # a finite stand-in for the largest of no scores
+
+
+@triton.constexpr_function
+def excluded(bits: int) -> int:
+    """What stands for the dot of a refined token: below all that `scan` finds with so many planes (see `dots_dtype`)."""
+    return -(1 << 15) if bits == 1 else -(1 << 30)
+
+
+@triton.jit
+def level_unit(BITS: tl.constexpr):
+    """What one odd integer 2 code - (2^B - 1) is worth in scales."""
+    UNIT: tl.constexpr = 1.0 if BITS == 1 else 0.5
+    return UNIT
+
+
+@triton.jit
+def load_query(codes, query, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
+    """Dims start .. start + DIMS - 1 of a group's int8 query codes [G, D], 0 beyond D: SETS operands [DIMS, COLS] of `key_dots`."""
+    column = tl.arange(0, SETS * GROUP)
+    head = column % GROUP
+    dim = start + tl.arange(0, DIMS)
+    inside = (head < group)[None, :] & (dim < D)[:, None]
+    found = tl.load(codes + (query * group + head[None, :]) * D + dim[:, None], mask=inside, other=0)
+    operands = ()
+    for s in tl.static_range(SETS):
+        operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)
+    return operands
+
+
+@triton.jit
+def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; operands and rest: the query's dims in two
+    power-of-two blocks, rest = () where one holds them all."""
+    SETS: tl.constexpr = len(operands)
+    WIDTH: tl.constexpr = P // 8
+    DIMS: tl.constexpr = operands[0].shape[0]
+    words = load_planes(keys, P * D // 8, DIMS // 4, WIDTH, WIDTH, BITS)
+    dots = key_dots(words, operands, tl.zeros((P // SETS, COLS), tl.int32), DIMS // 4, WIDTH, BITS, ASSEMBLY)
+    if len(rest) > 0:
+        REST: tl.constexpr = rest[0].shape[0]
+        words = load_planes(keys + DIMS // 4 * WIDTH * 4, P * D // 8, REST // 4, WIDTH, WIDTH, BITS)
+        dots = key_dots(words, rest, dots, REST // 4, WIDTH, BITS, ASSEMBLY)
+    return dots
+
+
+@triton.jit
+def centroid_score(centroid, q_rotated, D: tl.constexpr):
+    """q.c of a page, fp32 [GROUP]; q_rotated fp32 [D rounded up to a power of two, GROUP]."""
+    dim = tl.arange(0, q_rotated.shape[0])
+    c = halves(centroid, dim, None if D == q_rotated.shape[0] else dim < D)
+    return tl.sum(q_rotated * (c if D == q_rotated.shape[0] else tl.where(dim < D, c, 0.0))[:, None], 0)
+
+
+@triton.constexpr_function
+def first_block(dim: int) -> int:
+    """The largest power of two that is not above `dim`, but at least 32, the tensor core's step."""
+    return max(32, 1 << (dim.bit_length() - 1))
+
+
+@triton.constexpr_function
+def second_block(dim: int) -> int:
+    """The rest of `dim`, as a power of two of at least 32; 0 where there is none."""
+    rest = max(0, dim - max(32, 1 << (dim.bit_length() - 1)))
+    return max(32, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+@triton.jit
+def decode(
+    records, granules, bounds, dots, bases, codes, scale, norm2, rotated, m_out, l_out, o_out,
+    lanes, slots, queries, heads, group, noise,
+    D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    KEY_PLANES: tl.constexpr, VALUE_PLANES: tl.constexpr, KEY_SCAN: tl.constexpr, VALUE_SCAN: tl.constexpr,
+    KEY_CENTROID: tl.constexpr, VALUE_CENTROID: tl.constexpr,
+    GROUP: tl.constexpr, COLS: tl.constexpr, SCANNED: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Partials m, l fp32 [B, lanes, HK, Q, G], o fp32 [B, lanes, HK, Q, G, D] of the sealed pages of each lane.
+
+    records uint8: any address; granules int64 [B, slots]: byte offsets from it of the granules' records [512 / P, HK, RECORD], multiples
+    of 16; lane i takes slots i, i + lanes, .. . bounds int32 [B, lanes, 2]: first and last + 1 of the pages that a lane attends to,
+    counted in its granules. codes int8 and rotated fp32 [B, HK, Q, G, D], scale, norm2 fp32 [B, HK, Q, G]: as of `quantize_query`.
+    KEY_PLANES ..: byte offsets of a record's fields. With SCANNED each lane is one granule, and dots and bases stand for its keys:
+    what `scan` found and `select` has not excluded. Without, they are not looked at.
+    """
+    SETS: tl.constexpr = COLS // GROUP
+    PAGES: tl.constexpr = 512 // P
+    WIDTH: tl.constexpr = triton.next_power_of_2(D // 8)
+    DIMS: tl.constexpr = 8 * WIDTH // SETS
+    ONES: tl.constexpr = 16 if DIMS >= 16 else DIMS
+    lane, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
+    source = (batch * heads + head) * queries + query
+    target = ((batch * lanes + lane).to(tl.int64) * heads + head) * queries + query
+    member = tl.arange(0, GROUP)
+    real = member < group
+    column = tl.arange(0, COLS)[None, :]
+    column_set, column_head = column // GROUP, column % GROUP
+
+    operands = load_query(codes, source, group, 0, D, first_block(D), SETS, GROUP)
+    rest = ()
+    if second_block(D) > 0:
+        rest = load_query(codes, source, group, first_block(D), D, second_block(D), SETS, GROUP)
+    dim = tl.arange(0, triton.next_power_of_2(D))
+    at = (source * group + member[None, :]) * D + dim[:, None]
+    inside = real[None, :] & (dim < D)[:, None]
+    q_rotated = tl.load(rotated + at, mask=inside, other=0.0)
+    code_sum = tl.sum(tl.load(codes + at, mask=inside, other=0).to(tl.int32), 0).to(tl.float32)
+    q_scale = tl.load(scale + source * group + member, mask=real, other=0.0) * level_unit(KEY_BITS)
+    q_noise = by_head(tl.load(norm2 + source * group + member, mask=real, other=0.0) * noise, SETS)
+    if SCANNED:
+        q_factor = by_head(q_scale, SETS)
+        q_offset = tl.zeros((1, COLS), tl.float32)
+    else:
+        q_factor = by_head(2 * q_scale, SETS) * unscale(P // SETS, column_set, P // 8, SETS, KEY_BITS)
+        q_offset = by_head(q_scale * code_sum * (1 - (1 << KEY_BITS)), SETS)
+    value_factor = 2 * level_unit(VALUE_BITS) * unscale(DIMS, column_set, WIDTH, SETS, VALUE_BITS)
+    place = tl.arange(0, 8 * WIDTH)
+    value_dim = place // WIDTH * (D // 8) + place % WIDTH
+
+    m = tl.full((GROUP,), float("-inf"), tl.float32)
+    l = tl.zeros((GROUP,), tl.float32)
+    o = tl.zeros((DIMS, COLS), tl.float32)
+    first = tl.load(bounds + 2 * (batch * lanes + lane))
+    end = tl.load(bounds + 2 * (batch * lanes + lane) + 1)
+    for turn in tl.range(first, end):
+        granule = tl.load(granules + batch.to(tl.int64) * slots + lane + turn // PAGES * lanes)
+        page = records + tl.multiple_of(granule + (turn % PAGES * heads + head).to(tl.int64) * RECORD, 16)
+
+        if SCANNED:
+            token = tl.arange(0, P // SETS)[:, None] + P // SETS * column_set + turn % PAGES * P
+            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0)
+        else:
+            sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
+        key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)
+        value_scale = halves(page + VALUE_SCAN, tl.arange(0, P))
+        value_log = tl.where(value_scale > 0, log2(value_scale, ASSEMBLY), NO_SCALE)
+        u = sums.to(tl.float32) * q_factor + (key_scale * q_noise + q_offset)
+        u = u * key_scale + by_row(value_log, SETS, GROUP)
+        if SCANNED:
+            u = tl.where(sums == excluded(KEY_BITS), float("-inf"), u)
+        peak = head_max(u, SETS)
+        if SCANNED:
+            peak = tl.maximum(peak, NOTHING)
+
+        if SCANNED:
+            level = peak + tl.load(bases + (target * group + member) * PAGES + turn % PAGES, mask=real, other=0.0)
+        else:
+            level = peak + centroid_score(page + KEY_CENTROID, q_rotated, D)
+        base = tl.maximum(m, level)
+        shrink, lift = exp2(m - base, ASSEMBLY), exp2(level - base, ASSEMBLY) * (1 / 127)
+        weights = exp2(u - by_head(peak - LOG2_127, SETS), ASSEMBLY)
+        mass = lift * head_sum(weights * by_row(exp2(-value_log, ASSEMBLY), SETS, GROUP), SETS)
+        lift = tl.where(level - base > NO_WEIGHT, lift, 0.0)
+        m, l = base, l * shrink + mass
+
+        integers = to_tokens(round_weight(weights), SETS)
+        words = load_planes(page + VALUE_PLANES, P * D // 8, P // 4, WIDTH, D // 8, VALUE_BITS)
+        sums = value_dots(words, integers, column_set, SETS, VALUE_BITS, ASSEMBLY)
+        total = tl.dot(tl.full((ONES, P), 1, tl.int8), integers, out_dtype=tl.int32)
+        total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ONES, ONES, COLS)), (DIMS, COLS)).to(tl.float32)
+        centroid = halves(page + VALUE_CENTROID, value_dim, None if D == 8 * WIDTH else place % WIDTH < D // 8)
+        o = o * by_head(shrink, SETS) - total * by_head(lift * (level_unit(VALUE_BITS) * ((1 << VALUE_BITS) - 1)), SETS)
+        o = by_row(centroid, SETS, GROUP) * by_head(mass, SETS) + o
+        o = sums.to(tl.float32) * (value_factor * by_head(lift, SETS)) + o
+
+    tl.store(m_out + target * group + member, m, mask=real)
+    tl.store(l_out + target * group + member, l, mask=real)
+    row = tl.arange(0, DIMS)[:, None] + DIMS * column_set
+    at = (target * group + column_head) * D + row // WIDTH * (D // 8) + row % WIDTH
+    tl.store(o_out + at, o, mask=(row % WIDTH < D // 8) & (column_head < group))

@@ -1,0 +1,154 @@
+"""Bit planes to tensor-core operands: packed words expand to int8 in registers, four operands per 32-bit register.
+
+A plane is words [HEIGHT][WIDTH] of the page layout: keys [D/4][P/8], values [P/4][D/8]. Bit 8 b + j of word [h][i] belongs to
+index 4 h + b of the summed dim (K of the dot: dims of a key, tokens of values) and to row i + WIDTH j (M: tokens, dims). A mask
+per j therefore yields a whole operand, without a shift for one plane: 0 or 2^e(j) per code bit, and the dot is divided by 2^e(j)
+where its scale is applied anyway.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PLAIN, PTX = tl.constexpr(0), tl.constexpr(1)  # ASSEMBLY of the kernels: what expands a word
+
+
+@triton.constexpr_function
+def exponent(bits: int, j: int) -> int:
+    """Mask j gives operands code * 2^e; for one plane and j = 7 their sign is turned, because int8 has no +128."""
+    return j if bits == 1 or j < 4 else j - bits
+
+
+@triton.constexpr_function
+def shifted(bits: int, plane: int, j: int) -> tuple[int, int]:
+    """(left shift of a plane's words, bit) at which mask j finds the code bit of that plane: a code's bits end side by side
+    below bit 7. Shifts differ only between the lower and the upper four masks."""
+    if bits == 1:
+        return 0, j
+    left = bits - 1 - plane if j < 4 else -1 - plane
+    return left, j + left
+
+
+@triton.constexpr_function
+def expansion(bits: int) -> str:
+    """PTX of `expand`: outputs $0..$7, one register of four operands per mask, from the planes' registers $8.. ."""
+    lines = [".reg .b32 s, t;"]
+    shifts = [[shifted(bits, plane, j)[0] for j in (0, 4)] for plane in range(bits)]
+    for half in (0, 1):
+        for plane in range(bits):
+            left, source = shifts[plane][half], f"${8 + plane}"
+            if left:
+                lines.append(f"sh{'l' if left > 0 else 'r'}.b32 s, {source}, {abs(left)};")
+                source = "s"
+            for j in range(4 * half, 4 * half + 4):
+                mask = 0x01010101 << shifted(bits, plane, j)[1]
+                if plane == 0:
+                    lines.append(f"and.b32 ${j}, {source}, {mask};")
+                else:
+                    lines.append(f"and.b32 t, {source}, {mask}; or.b32 ${j}, ${j}, t;")
+    return "{" + " ".join(lines) + "}"
+
+
+@triton.constexpr_function
+def constraints(bits: int) -> str:
+    return ",".join(["=&r"] * 8 + ["r"] * bits)
+
+
+@triton.jit
+def expand(words, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """BITS planes of bytes uint8 [..] (sign plane first) -> 8 tensors int8 [..], mask j's operands code * 2^e(j)."""
+    if ASSEMBLY == PTX:
+        parts = tl.inline_asm_elementwise(
+            expansion(BITS), constraints(BITS), words, dtype=(tl.int8,) * 8, is_pure=True, pack=4
+        )
+    else:
+        parts = ()
+        for j in tl.static_range(8):
+            part = tl.zeros_like(words[0])
+            for plane in tl.static_range(BITS):
+                left: tl.constexpr = shifted(BITS, plane, j)[0]
+                bit: tl.constexpr = shifted(BITS, plane, j)[1]
+                if left > 0:
+                    part |= (words[plane] << left) & (1 << bit)
+                else:
+                    part |= (words[plane] >> -left) & (1 << bit)
+            parts = parts + (part.to(tl.int8, bitcast=True),)
+    return parts
+
+
+@triton.jit
+def load_planes(plane, plane_bytes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr):
+    """BITS tensors uint8 [HEIGHT, WIDTH, 4] of words [HEIGHT][STRIDE] from `plane` on, `plane_bytes` apart.
+
+    WIDTH = STRIDE rounded up to a power of two: where it is more, rows run into the next, and what they find is not used.
+    """
+    words = ()
+    for _ in tl.static_range(BITS):
+        if WIDTH == STRIDE:
+            flat = tl.load(plane + tl.arange(0, HEIGHT * WIDTH * 4))
+        else:
+            flat = tl.load(plane + tl.arange(0, HEIGHT)[:, None] * (4 * STRIDE) + tl.arange(0, WIDTH * 4)[None, :])
+        words = words + (tl.reshape(flat, (HEIGHT, WIDTH, 4)),)
+        plane += plane_bytes
+    return words
+
+
+@triton.jit
+def stack(parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, 4] -> dot operand [masks * WIDTH, HEIGHT * 4], row = i + WIDTH j."""
+    if len(parts) == 1:
+        rows = tl.permute(parts[0], (1, 0, 2))
+    elif len(parts) == 2:
+        rows = tl.permute(tl.join(parts[0], parts[1]), (3, 1, 0, 2))
+    elif len(parts) == 4:
+        low, high = tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3])
+        rows = tl.permute(tl.join(low, high), (3, 4, 1, 0, 2))
+    else:
+        even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+        odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+        rows = tl.permute(tl.join(even, odd), (3, 4, 5, 1, 0, 2))
+    return tl.reshape(rows, (len(parts) * WIDTH, HEIGHT * 4))
+
+
+@triton.jit
+def key_dots(words, operands, out, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """out int32 [8 WIDTH / SETS, COLS] += operands times codes: row of set s = row + 8 WIDTH / SETS s of the plane.
+
+    operands: SETS tensors int8 [4 HEIGHT, COLS], the s-th zero outside the columns of set s: it takes 8 / SETS of the masks.
+    """
+    MASKS: tl.constexpr = 8 // len(operands)
+    parts = expand(words, BITS, ASSEMBLY)
+    for s in tl.static_range(len(operands)):
+        rows = stack(parts[s * MASKS : (s + 1) * MASKS], HEIGHT, WIDTH)
+        out = tl.dot(rows, operands[s], out, out_dtype=tl.int32)
+    return out
+
+
+@triton.jit
+def value_dots(words, weights, column_set, SETS: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of `words`.
+
+    Columns of set s keep the rows of the s-th 8 / SETS masks. Zeroing weights instead, as for keys, would send each set's copy
+    through shared memory.
+    """
+    MASKS: tl.constexpr = 8 // SETS
+    HEIGHT: tl.constexpr = words[0].shape[0]
+    WIDTH: tl.constexpr = words[0].shape[1]
+    parts = expand(words, BITS, ASSEMBLY)
+    out = tl.dot(stack(parts[:MASKS], HEIGHT, WIDTH), weights, out_dtype=tl.int32)
+    for s in tl.static_range(1, SETS):
+        found = tl.dot(stack(parts[s * MASKS : (s + 1) * MASKS], HEIGHT, WIDTH), weights, out_dtype=tl.int32)
+        out = tl.where(column_set == s, found, out)
+    return out
+
+
+@triton.jit
+def unscale(ROWS: tl.constexpr, column_set, WIDTH: tl.constexpr, SETS: tl.constexpr, BITS: tl.constexpr):
+    """fp32 [ROWS, COLS] of 2^-e(j), turned in sign where `expand` turns it; column_set int32 [1, COLS]."""
+    j = tl.arange(0, ROWS)[:, None] // WIDTH + (8 // SETS) * column_set
+    if BITS == 1:
+        scale = ((127 - j) << 23).to(tl.float32, bitcast=True)
+        return tl.where(j == 7, -scale, scale)
+    else:
+        return ((127 - tl.where(j < 4, j, j - BITS)) << 23).to(tl.float32, bitcast=True)

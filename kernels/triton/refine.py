@@ -1,0 +1,120 @@
+"""Refine: the selected tokens of a granule by their full codes, added to the partial of the others.
+
+Twin of the refined half of `attend` in kernels/reference/attention.py. The tail's partial has given these tokens no weight, so nothing is
+counted twice and nothing is subtracted. A token's dot begins with that of the scan; its low bits and its values are read token by token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bitkv_dist.kernels.triton.decode import level_unit
+from bitkv_dist.kernels.triton.numbers import exp2, halves, round_weight
+
+
+@triton.jit
+def load_codes(rows, plane_bytes, PLANES: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr):
+    """int8 codes [LIST, 8 WIDTH] of PLANES planes, most significant first: element WIDTH j + i is bit j of byte i.
+
+    rows: addresses [LIST] of each token's BYTES bytes, STEP apart; WIDTH = BYTES rounded up to a power of two.
+    """
+    byte = tl.arange(0, WIDTH)[None, :]
+    bit = tl.arange(0, 8).to(tl.uint8)[None, :, None]
+    code = tl.zeros((rows.shape[0], 8, WIDTH), tl.uint8)
+    for plane in tl.static_range(PLANES):
+        packed = tl.load(rows[:, None] + (plane * plane_bytes + byte * STEP), mask=byte < BYTES, other=0)
+        code = (code << 1) | ((packed[:, None, :] >> bit) & 1)
+    return tl.reshape(code.to(tl.int8), (rows.shape[0], 8 * WIDTH))
+
+
+@triton.jit
+def refine(
+    records, granules, bases, codes, scale, norm2, tokens, tops, m_out, l_out, o_out, slots, queries, heads, group, noise,
+    D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr,
+    KEY_SCAN_BITS: tl.constexpr, KEY_LOW_BITS: tl.constexpr, VALUE_SCAN_BITS: tl.constexpr, VALUE_LOW_BITS: tl.constexpr,
+    KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, KEY_LOW: tl.constexpr, VALUE_LOW: tl.constexpr,
+    VALUE_PLANES: tl.constexpr, VALUE_CENTROID: tl.constexpr,
+    COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Adds to m_out, l_out [B, slots, HK, Q, G], o_out [.., D], which hold the tail's partials, the tokens that `select` listed.
+
+    COLS >= G columns for the heads of one list; BY_HEAD: a list per head, a program per list. KEY_SCALE, VALUE_SCALE: offsets of the
+    scales of the full codes; noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
+    """
+    PAGES: tl.constexpr = 512 // P
+    BYTES: tl.constexpr = D // 8
+    WIDTH: tl.constexpr = triton.next_power_of_2(BYTES)
+    VALUE_BITS: tl.constexpr = VALUE_SCAN_BITS + VALUE_LOW_BITS
+    slot, head, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lists = group if BY_HEAD else 1
+    batch, query, list_head = z // (queries * lists), z // lists % queries, z % lists
+    source = (batch * heads + head) * queries + query
+    target = ((batch * slots + slot).to(tl.int64) * heads + head) * queries + query
+    column = tl.arange(0, COLS)
+    real = column < (1 if BY_HEAD else group)
+    q_head = source * group + list_head + column
+    out_head = target * group + list_head + column
+
+    index = tl.arange(0, LIST)
+    token = tl.load(tokens + (target * lists + list_head) * LIST + index)
+    listed = token >= 0
+    token = tl.where(listed, token, 0)
+    page, within = token // P, token % P
+    granule = tl.load(granules + batch.to(tl.int64) * slots + slot)
+    record = records + granule + (page * heads + head).to(tl.int64) * RECORD
+    inside = listed[:, None] & real[None, :]
+
+    # Scores
+    dots = tl.load(tops + out_head[None, :] * LIST + index[:, None], mask=inside, other=0)
+    if KEY_LOW_BITS > 0:
+        low = load_codes(record + KEY_LOW + within * (KEY_LOW_BITS * BYTES), BYTES, KEY_LOW_BITS, 1, BYTES, WIDTH)
+        place = tl.arange(0, 8 * WIDTH)
+        dim = 8 * (place % WIDTH) + place // WIDTH
+        q = tl.load(codes + q_head[None, :] * D + dim[:, None], mask=real[None, :] & (dim < D)[:, None], other=0)
+        dots = (dots << KEY_LOW_BITS) + 2 * tl.dot(low, q, out_dtype=tl.int32)
+        dots -= ((1 << KEY_LOW_BITS) - 1) * tl.sum(q.to(tl.int32), 0)[None, :]
+    a = halves(record + KEY_SCALE, within)[:, None]
+    base = tl.load(bases + out_head[None, :] * PAGES + page[:, None], mask=inside, other=0.0)
+    q_scale = tl.load(scale + q_head, mask=real, other=0.0) * level_unit(KEY_SCAN_BITS + KEY_LOW_BITS)
+    q_noise = tl.load(norm2 + q_head, mask=real, other=0.0) * noise
+    scores = (dots.to(tl.float32) * q_scale[None, :] + q_noise[None, :] * a) * a + base
+    scores = tl.where(inside, scores, float("-inf"))
+
+    # Softmax, together with the tail
+    tail = tl.load(m_out + out_head, mask=real, other=float("-inf"))
+    m = tl.maximum(tail, tl.max(scores, 0))
+    origin = tl.where(m == float("-inf"), 0.0, m)
+    shrink = exp2(tail - origin, ASSEMBLY)
+    p = exp2(scores - origin[None, :], ASSEMBLY)
+    l = tl.load(l_out + out_head, mask=real, other=0.0) * shrink + tl.sum(p, 0)
+
+    # Values: rows in natural order of the dims, each eighth padded to WIDTH
+    place = tl.arange(0, 8 * WIDTH)
+    dim = place // WIDTH * BYTES + place % WIDTH
+    stored = real[None, :] & (place % WIDTH < BYTES)[:, None]
+    o = tl.load(o_out + out_head[None, :] * D + dim[:, None], mask=stored, other=0.0) * shrink[None, :]
+    word = record + VALUE_PLANES + within // 4 * (4 * BYTES) + within % 4
+    high = tl.trans(load_codes(word, P * BYTES, VALUE_SCAN_BITS, 4, BYTES, WIDTH))
+    if VALUE_LOW_BITS > 0:
+        low = load_codes(record + VALUE_LOW + within * (VALUE_LOW_BITS * BYTES), BYTES, VALUE_LOW_BITS, 1, BYTES, WIDTH)
+        low = tl.trans(low)
+        from_low = tl.broadcast_to((dim % 8 * WIDTH + tl.minimum(dim, D - 1) // 8)[:, None], (8 * WIDTH, COLS))
+    weights = tl.where(inside, p * halves(record + VALUE_SCALE, within)[:, None], 0.0)
+    for turn in tl.static_range(PAGES):
+        here = (page == turn)[:, None]
+        own = tl.where(here, weights, 0.0)
+        peak = tl.max(own, 0)
+        integers = round_weight(127.0 * own / tl.where(peak == 0, 1.0, peak)[None, :])
+        sums = tl.dot(high, integers, out_dtype=tl.int32)
+        if VALUE_LOW_BITS > 0:
+            sums = (sums << VALUE_LOW_BITS) + tl.gather(tl.dot(low, integers, out_dtype=tl.int32), from_low, 0)
+        sums = 2 * sums - ((1 << VALUE_BITS) - 1) * tl.sum(integers.to(tl.int32), 0)[None, :]
+        mass = tl.sum(tl.where(here, p, 0.0), 0)
+        centroid = halves(records + granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID, tl.minimum(dim, D - 1))
+        o += sums.to(tl.float32) * (peak * (level_unit(VALUE_BITS) / 127))[None, :]
+        o += tl.where(mass[None, :] > 0, centroid[:, None] * mass[None, :], 0.0)
+
+    tl.store(m_out + out_head, m, mask=real)
+    tl.store(l_out + out_head, l, mask=real)
+    tl.store(o_out + out_head[None, :] * D + dim[:, None], o, mask=stored)

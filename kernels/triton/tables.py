@@ -1,0 +1,56 @@
+"""How each kernel is launched on each architecture: a fixed table, never a choice by timing at run time.
+
+One warp per program is what the decode kernels want: a program's softmax needs no exchange between warps, its tiles are those of one
+tensor-core instruction, and latency is hidden by many programs per multiprocessor (12 at 170 registers) and by copies to
+shared memory that run ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from bitkv_dist.kernels.triton.planes import PLAIN, PTX
+
+
+@dataclass(frozen=True)
+class Config:
+    """columns: what a tensor-core tile holds at least; assembly: see planes.py; warps and pipeline stages of a program."""
+
+    columns: int
+    assembly: int
+    warps: int
+    stages: int
+    precision: str  # of products of fp32 numbers on tensor cores
+    select_warps: int = 1
+    exact_warps: int = 4
+
+    def refine_warps(self, tokens: int) -> int:
+        """Of a program that refines so many tokens."""
+        return max(1, min(8, tokens // 32))
+
+
+NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3")
+AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2, precision="ieee")
+INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1, precision="ieee")
+
+ARCHITECTURES: dict[str, Config] = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD, "interpreter": INTERPRETER}
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The key of ARCHITECTURES for a device; a later NVIDIA or AMD generation takes the newest that is listed."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major = torch.cuda.get_device_capability(device)[0]
+    if major < 8:
+        raise ValueError(f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu")
+    return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100")
+
+
+def config(device: torch.device) -> Config:
+    return ARCHITECTURES[architecture(device)]
