@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.cpu import dense
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ WEIGHTS = (torch.float32, torch.bfloat16)
 
 def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tp: int) -> str | None:
     """Why the decode steps of a model are left to transformers' layers, or None; dtype: that of its weights."""
-    if dispatch.native(device) is not cpu:
+    if not dispatch.on_cpu(device):
         return "no compiled kernels for the device"
     if tp > 1:
         return "tensor parallelism exchanges inside a layer"

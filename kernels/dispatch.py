@@ -50,6 +50,11 @@ def native(device: torch.device) -> ModuleType | None:
     return cpu if device.type == "cpu" and cpu.load() is not None else None
 
 
+def on_cpu(device: torch.device) -> bool:
+    """Whether the C++ kernels serve tensors of this device."""
+    return native(device) is cpu
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

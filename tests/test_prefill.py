@@ -1,12 +1,14 @@
 """Prefill: exact causal attention of a chunk, and how prompts are cut into chunks."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from bitkv_dist import prefill
 from bitkv_dist.cache import Step
+from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.prefill import causal_attention, masked_sdpa
 
 SHAPES = [(heads, group, n) for heads in (1, 2) for group in (1, 3) for n in (1, 2, 3, 17, 128, 440)]
@@ -27,9 +29,11 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
 
 @pytest.mark.parametrize(("heads", "group", "n"), SHAPES)
 @pytest.mark.parametrize("before", [0, 1, 33, 512])
-def test_chunk_attention_is_causal_softmax(heads, group, n, before):
+@pytest.mark.parametrize("backend", ["best", "reference"])
+def test_chunk_attention_is_causal_softmax(heads, group, n, before, backend):
     q, k, v = inputs(heads, group, n, before + n)
-    found = causal_attention(q, k, v, 0.21)
+    with dispatch.forced(backend) if backend == "reference" else nullcontext():
+        found = causal_attention(q, k, v, 0.21)
     assert found.dtype == torch.float32 and found.shape == q.shape
     torch.testing.assert_close(found.double(), plain(q, k, v, 0.21), atol=3e-6, rtol=0)
 
@@ -74,6 +78,34 @@ def test_threads_change_no_bit(heads, group, n, before):
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(cpu.load() is None, reason="no C++ kernels")
+@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
+def test_neither_chunks_nor_instruction_sets_change_a_bit(dim):
+    """Ours stands at fixed blocks of keys: a query's output is a function of its own keys alone."""
+    q, k, v = inputs(2, 3, 200, 200, dim)
+    pieces = [(0, 200), (0, 1), (1, 78), (78, 200)]
+    found = []
+    for isa in ("avx512", "avx2"):
+        try:
+            cpu.choose(isa)
+        except ValueError:
+            continue
+        with dispatch.forced(isa):
+            found.append([causal_attention(q[:, :, a:b], k[:, :b], v[:, :b], 0.2) for a, b in pieces])
+    if not found:
+        pytest.skip("no AVX2: prompts go through torch")
+    for whole, *parts in found:
+        assert torch.equal(torch.cat(parts, dim=2), whole) and torch.equal(whole, found[0][0])
+    torch.testing.assert_close(found[0][0].double(), plain(q, k, v, 0.2), atol=3e-6, rtol=0)
+
+
+def test_what_is_not_finite_shows():
+    q, k, v = inputs(1, 1, 70, 70)
+    k[0, 40, 3] = float("nan")
+    found = causal_attention(q, k, v, 0.2)
+    assert torch.isfinite(found[0, 0, :40]).all() and not torch.isfinite(found[0, 0, 40:]).any()
 
 
 @pytest.mark.parametrize("n", [1, 17, 128])

@@ -1,0 +1,237 @@
+"""Decode steps by our own kernels: transformers' layers over the same weights, and bits that nothing changes but the numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import simulated
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from bitkv_dist import model
+from bitkv_dist.cache import Step
+from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.engine import Engine
+from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels.cpu import dense
+
+CPU = torch.device("cpu")
+SMALL = {"page_tokens": 64, "sink_tokens": 64, "recent_tokens": 32}
+TIERED = SMALL | {"key_bits": 4, "value_bits": 4, "scan_bits": 1}
+
+pytestmark = pytest.mark.skipif(cpu.load() is None, reason="no C++ kernels")
+
+
+def isas() -> list[str]:
+    found = []
+    for isa in cpu.ISAS:
+        try:
+            cpu.choose(isa)
+        except ValueError:
+            continue
+        found.append(isa)
+    cpu.choose()
+    return found
+
+
+class RecordingEngine(Engine):
+    """Keeps the logits that every choice was made from."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.logits: list[torch.Tensor] = []
+        super().__init__(*args, **kwargs)
+
+    def choose(self, logits, live, result, on_token):
+        self.logits.append(logits.clone())
+        return super().choose(logits, live, result, on_token)
+
+
+def generate(served: model.ServedModel, cache: dict, lengths: list[int], tokens: int = 12) -> tuple[list, torch.Tensor]:
+    """Token ids and the logits [steps, sequences, vocabulary] of a run on one rank."""
+
+    def run(mesh):
+        engine = RecordingEngine(served, CacheConfig(**cache), mesh, GenerateConfig(max_new_tokens=tokens))
+        result = engine.generate([tiny.prompt(length, row) for row, length in enumerate(lengths)])
+        return result.token_ids, torch.stack(engine.logits)
+
+    return simulated.run(1, run)[0]
+
+
+def load(folder, **kwargs) -> model.ServedModel:
+    return model.load(str(folder), dtype=kwargs.pop("dtype", torch.float32), device=CPU, **kwargs)
+
+
+class Dense:
+    """A cache that keeps what it gets and attends in plain torch."""
+
+    def __init__(self) -> None:
+        self.step, self.kept = Step([]), {}
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        before = self.kept.get(layer_idx, (k[:, :, :0], v[:, :, :0]))
+        self.kept[layer_idx] = self.now = tuple(torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
+        return self, self
+
+    def attend(self, q, scaling):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in self.now)
+        return ((q @ k.transpose(2, 3) * scaling).softmax(-1) @ v).transpose(1, 2)
+
+
+SHAPES = {name: (name, {}) for name in tiny.CONFIGS} | {
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "odd widths": ("llama", {"hidden_size": 72, "intermediate_size": 101, "head_dim": 24, "vocab_size": 259}),
+    "many heads to one": ("qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 8, "hidden_size": 56}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("weights", ["model", "bfloat16"])
+def test_a_step_is_that_of_transformers_layers(shape, weights, tmp_path):
+    """Three steps of three sequences at their own positions; kept in bfloat16, the layers are the widened ones."""
+    architecture, sizes = SHAPES[shape]
+    served = load(tiny.save(tmp_path, architecture, **sizes), weights=weights)
+    for parameter in served.module.parameters():
+        if parameter.dim() == 1:  # norms of a fresh model are all ones, biases zeros
+            torch.nn.init.normal_(parameter, 1.0, 0.3)
+    served = replace(served, decoder=type(served.decoder)(served.module, served.head_dim))
+    stock, caches = replace(served, decoder=None), (Dense(), Dense())
+    for step in range(3):
+        ids, positions = torch.tensor([[3 + step], [77], [200 - step]]), torch.tensor([[step], [90 + step], [900]])
+        found = served.step(ids, positions, caches[0])
+        wanted = stock.step(ids, positions, caches[1])
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, atol=2e-5 * wanted.abs().max().item(), rtol=0)
+    for index in range(2):
+        for mine, theirs in zip(caches[0].kept[index], caches[1].kept[index], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-5 * theirs.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 15, 16, 17, 63, 64, 65, 127, 129, 576])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_odd_sizes(width, dtype):
+    """Norm and matrix against float64; and every instruction set, thread count and batch gives the same bits."""
+    torch.manual_seed(width)
+    weight, norm, hidden = torch.randn(2 * width + 333, width).to(dtype), torch.rand(width), torch.randn(5, width)
+    exact = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double() @ weight.double().T
+    found, threads = [], torch.get_num_threads()
+    try:
+        for isa in isas():
+            with dispatch.forced(isa):
+                for count in (1, 2):
+                    torch.set_num_threads(count)
+                    found.append(dense.head(dense.matrix(weight), norm, 1e-5, hidden))
+                    found.append(torch.cat([dense.head(dense.matrix(weight), norm, 1e-5, row[None]) for row in hidden]))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(found[0].double(), exact, atol=2e-6 * math.sqrt(width), rtol=2e-6)
+    assert all(torch.equal(other, found[0]) for other in found)
+    if dtype == torch.bfloat16:
+        assert torch.equal(dense.head(dense.matrix(weight.float()), norm, 1e-5, hidden), found[0])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
+def test_no_thread_row_or_instruction_set_changes_a_bit_of_a_step(architecture, tmp_path):
+    served = load(tiny.save(tmp_path, architecture))
+    ids, positions = torch.tensor([[5], [6], [7], [8], [9]]), torch.tensor([[0], [70], [3], [2000], [11]])
+    found, threads = [], torch.get_num_threads()
+    try:
+        for isa in isas():
+            with dispatch.forced(isa):
+                for count in (1, 2):
+                    torch.set_num_threads(count)
+                    found.append(served.step(ids, positions, Dense()))
+                    found.append(torch.cat([served.step(ids[i : i + 1], positions[i : i + 1], Dense()) for i in range(5)]))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_a_batch_changes_no_bit(tmp_path):
+    """C23: a sequence alone and in a batch of three, prompts read exactly: the same logits at every step."""
+    served = load(tiny.save(tmp_path))
+    _, together = generate(served, TIERED, [700, 33, 300])
+    for row, length in enumerate((700, 33, 300)):
+
+        def alone(mesh, row=row, length=length):
+            engine = RecordingEngine(served, CacheConfig(**TIERED), mesh, GenerateConfig(max_new_tokens=12))
+            engine.generate([tiny.prompt(length, row)])
+            return torch.cat(engine.logits)
+
+        logits = simulated.run(1, alone)[0]
+        assert torch.equal(logits[1:], together[1:, row])
+        torch.testing.assert_close(logits[0], together[0, row], atol=1e-4, rtol=0)  # the prompt's head is torch's
+
+
+# ------------------------------------------------------------------------------------------ what the weights are kept in
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """A checkpoint that is stored in bfloat16, as most are."""
+    folder = tiny.save(tmp_path_factory.mktemp("rounded"), seed=3)
+    file = folder / "model.safetensors"
+    save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+def test_a_bfloat16_checkpoint_is_kept_so_and_rounds_nothing(rounded):
+    """In float32 it answers with the bits of widened weights, and so with the token ids of `generate` in float32."""
+    narrow, wide = load(rounded), load(rounded, weights="model")
+    assert (narrow.weights, wide.weights) == (torch.bfloat16, torch.float32) and narrow.dtype == wide.dtype == torch.float32
+    assert {parameter.dtype for parameter in narrow.module.parameters()} == {torch.bfloat16}
+    assert narrow.fingerprint == wide.fingerprint
+    exact = SMALL | {"codec": "exact", "key_bits": 16, "value_bits": 16}
+    (tokens, logits), (others, wide_logits) = (generate(served, exact, [300, 40]) for served in (narrow, wide))
+    assert tokens == others and torch.equal(logits, wide_logits)
+    stock = AutoModelForCausalLM.from_pretrained(rounded, attn_implementation="eager", dtype=torch.float32).eval()
+    for row, length in enumerate((300, 40)):
+        prompt = torch.tensor([tiny.prompt(length, row)])
+        assert stock.generate(prompt, max_new_tokens=12, do_sample=False)[0, length:].tolist() == tokens[row]
+
+
+def test_one_float32_tensor_keeps_all_in_float32(rounded, tmp_path):
+    weights = load_file(rounded / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() + 1e-4
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text((rounded / name).read_text())
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert load(tmp_path).weights == torch.float32
+
+
+def test_float32_weights_are_rounded_only_on_demand(tmp_path):
+    folder = tiny.save(tmp_path)
+    assert load(folder).weights == torch.float32
+    (_, exact), (_, near) = (generate(load(folder, weights=kept), TIERED, [200], 1) for kept in ("auto", "bfloat16"))
+    assert 1e-4 < ((near - exact).norm() / exact.norm()).item() < 3e-2
+
+
+def test_a_model_in_bfloat16_has_decode_steps_in_float32(rounded):
+    """Fewer roundings than transformers' own bfloat16: closer to float32."""
+    half, whole = load(rounded, dtype=torch.bfloat16), load(rounded)
+    assert half.widened is None and half.decoder is not None
+    ids, positions = torch.tensor([[5]]), torch.tensor([[0]])
+    wanted = whole.step(ids, positions, Dense())
+    stock = replace(half, decoder=None).step(ids, positions, Dense())
+    assert (half.step(ids, positions, Dense()) - wanted).norm() < 0.1 * (stock - wanted).norm()
+
+
+def test_what_the_kernels_do_not_serve_is_left_to_transformers(tmp_path):
+    folder = tiny.save(tmp_path, hidden_act="gelu")
+    served = load(folder)
+    assert served.decoder is None
+    assert len(generate(served, TIERED, [100], 4)[0][0]) == 4
+    with pytest.raises(ValueError, match=r"weights bfloat16: .*activation gelu.*leave it out"):
+        load(folder, weights="bfloat16")
+
+
+def test_weights_refusals(rounded):
+    with pytest.raises(ValueError, match=r"weights bfloat16: .*dtype float16.*leave it out"):
+        load(rounded, dtype=torch.float16, weights="bfloat16")
+    with dispatch.forced("reference"), pytest.raises(ValueError, match="weights bfloat16: .*no compiled kernels"):
+        load(rounded, weights="bfloat16")
+    with pytest.raises(ValueError, match="generate.weights"):
+        GenerateConfig(weights="int4")
