@@ -88,8 +88,8 @@ def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBy
     whole = torch.ones(1, 1, dtype=torch.bool)
     bits = codec.count_reads(whole, 1, 0).bits
     if config.refines:
-        refined = round(refined_share(config) * config.page_tokens)
-        bits = codec.count_reads(whole, 1, refined).bits
+        token_bits = codec.count_reads(whole, 1, 1).bits - bits
+        bits += refined_share(config) * config.page_tokens * token_bits
     return PageBytes(codec.record_bytes, bits / 8)
 
 
