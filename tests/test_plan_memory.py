@@ -83,44 +83,24 @@ def test_a_configuration_has_the_parameters_of_its_model(architecture, special):
     assert shape.elements() - shape.read_elements() == looked_up
 
 
-def held_elements(mesh, folders: list[str]) -> list[int]:
-    """Parameters of this rank's shard of each model."""
-    found = []
-    for folder in folders:
-        place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        served = model.load(folder, dtype=torch.float32, device=CPU, **place)
-        locals_ = (getattr(parameter, "_local_tensor", parameter) for parameter in served.module.parameters())
-        found.append(sum(parameter.numel() for parameter in locals_))
-    return found
-
-
-def test_a_tensor_parallel_rank_holds_the_planned_parameters(tmp_path):
-    folders = [
-        tiny.save(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True),
-        tiny.save(tmp_path / "tied", "qwen3"),
-    ]
-    configs = map(AutoConfig.from_pretrained, folders)
-    shapes = [from_config("tiny", config, model.head_dim_of(config), 4096) for config in configs]
-    for found in ranks.run_ranks(2, held_elements, list(map(str, folders)), tp=2):
-        assert found == [shape.elements(2) for shape in shapes]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("model"), "llama")
 
 
-def run(mesh, folder, cache: dict, prefill: str = "exact"):
+def run(mesh, folder, cache: dict):
     """An engine run, and what is alive after it: (weights, sealed slabs, exact rows, slack, bits read per sealed element)."""
-    served = model.load(str(folder), dtype=torch.float32, device=CPU)
-    generate = GenerateConfig(max_new_tokens=NEW, ignore_eos=True, prefill=prefill)
+    place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
+    served = model.load(str(folder), dtype=torch.float32, device=CPU, **place)
+    generate = GenerateConfig(max_new_tokens=NEW, ignore_eos=True)
     engine = Engine(served, CacheConfig(**SMALL | cache), mesh, generate)
     engine.generate([tiny.prompt(length) for length in LENGTHS])
     states = [(layer, state) for layer in engine.cache.layers for state in layer.states]
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
+    held = (getattr(parameter, "_local_tensor", parameter) for parameter in served.module.parameters())
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in held)
     slabs = sum(state.sealed.bytes for _, state in states)
     exact = sum(state.exact.numel() * state.exact.element_size() for _, state in states)
-    sealed = sum(len(list(state.pages())) * layer.codec.record_bytes * 2 for layer, state in states)  # 2 KV heads
+    sealed = sum(len(list(state.pages())) * layer.codec.record_bytes * engine.heads.kv_heads for layer, state in states)
     read = cache_report(engine)["read_bits_per_element"]
     return weights, slabs, exact, slabs - sealed, read
 
@@ -140,6 +120,22 @@ def test_bytes_are_those_of_a_run(folder, codec, size):
     planned = every_rank(planned_job(folder, CODECS[codec]), 1, size)
     for (weights, slabs, exact, slack, _), plan in zip(everyone, planned, strict=True):
         assert (weights, slabs, exact, slack) == (plan.weights, plan.cache, plan.exact, plan.slack)
+
+
+def run_all(mesh, folders: list[str]) -> list[tuple]:
+    return [run(mesh, folder, CODECS["4bit"]) for folder in folders]
+
+
+def test_bytes_are_those_of_tensor_parallel_ranks(tmp_path):
+    folders = [
+        tiny.save(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True),
+        tiny.save(tmp_path / "tied", "qwen3"),
+    ]
+    everyone = ranks.run_ranks(2, run_all, list(map(str, folders)), tp=2)
+    for number, place in enumerate(folders):
+        (plan,) = every_rank(planned_job(place, CODECS["4bit"]), 2, 1)
+        for found in everyone:
+            assert found[number][:4] == (plan.weights, plan.cache, plan.exact, plan.slack)
 
 
 @pytest.mark.parametrize("codec", ["4bit", "tiered", "minmax", "exact"])
