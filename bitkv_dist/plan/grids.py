@@ -33,13 +33,13 @@ class Grid:
         return self.headroom_bytes >= 0
 
     @property
-    def name(self) -> dict[str, int]:
+    def ranks(self) -> dict[str, int]:
         return {"tp": self.tp, "sp": self.sp}
 
     def as_dict(self) -> dict[str, Any]:
         parts = asdict(self.bytes) | {"total": self.bytes.total}
         times = asdict(self.ms) | {"total": self.ms.total}
-        return self.name | {
+        return self.ranks | {
             "prefill": self.prefill,
             "fits": self.fits,
             "headroom_bytes": self.headroom_bytes,

@@ -85,8 +85,10 @@ def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBy
     codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
     if config.codec != "planes":
         return PageBytes(codec.record_bytes, codec.record_bytes)
-    refined = round(refined_share(config) * config.page_tokens) if config.refines else 0
-    bits = codec.count_reads(1, 1, refined).bits
+    bits = codec.count_reads(1, 1, 0).bits
+    if config.refines:
+        token_bits = codec.count_reads(1, 1, 1).bits - bits
+        bits += refined_share(config) * config.page_tokens * token_bits
     return PageBytes(codec.record_bytes, bits / 8)
 
 
