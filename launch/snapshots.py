@@ -44,27 +44,30 @@ class Snapshots:
     def _checked(self, prompts: list[list[int]], model: PreTrainedConfig, interactive: bool) -> tuple[Path, Manifest] | None:
         from bitkv_dist import model as models
         from bitkv_dist.snapshot.folder import Replacement, find
+        from bitkv_dist.snapshot.joint import about
         from bitkv_dist.snapshot.manifest import Manifest
 
         generate = self._config.generate
         if self._saves_to:
-            Replacement(self._saves_to).check()
+            with about(f"save-cache {self._saves_to}"):
+                Replacement(self._saves_to).check()
         if not generate.load_cache:
             return None
-        folder = find(Path(generate.load_cache))
-        manifest = Manifest.read(folder)
-        shape = (model.num_hidden_layers, model.num_key_value_heads, models.head_dim_of(model))
-        manifest.check_run(folder, self._config.cache, *shape)
-        manifest.check_files(folder)
-        if interactive and len(manifest.sequences) > 1:
-            rule = f"holds {len(manifest.sequences)} sequences, a conversation has one"
-            raise ValueError(f"load-cache {folder}: {rule}; load it without --interactive")
-        if prompts:
-            manifest.match(folder, prompts)
-        elif not interactive:
-            manifest.check_goes_on(folder, models.max_positions_of(model))
-            if self._saves_to and generate.save_cache_at == PREFILL and manifest.logits is None:
-                raise ValueError("generate.save_cache_at 'prefill': without prompts nothing is prefilled; use --save-cache-at end")
+        with about(f"load-cache {generate.load_cache}"):
+            folder = find(Path(generate.load_cache))
+            manifest = Manifest.read(folder)
+            shape = (model.num_hidden_layers, model.num_key_value_heads, models.head_dim_of(model))
+            manifest.check_run(self._config.cache, *shape)
+            manifest.check_files(folder)
+            if interactive and len(manifest.sequences) > 1:
+                rule = f"holds {len(manifest.sequences)} sequences, a conversation has one"
+                raise ValueError(f"{rule}; load it without --interactive")
+            if prompts:
+                manifest.match(prompts)
+            elif not interactive:
+                manifest.check_goes_on(models.max_positions_of(model))
+        if not (prompts or interactive) and self._saves_to and generate.save_cache_at == PREFILL and manifest.logits is None:
+            raise ValueError("generate.save_cache_at 'prefill': without prompts there is no prefill; use --save-cache-at end")
         return folder, manifest
 
     def load(self, engine: Engine, prompts: list[list[int]]) -> None:

@@ -4,6 +4,8 @@ The new content is written and flushed in `DIR.writing`. Then, in this order: DI
 DIR, and `DIR.old` is removed. Between the two renames there is no DIR, but a complete `DIR.old`: a reader who finds only that
 uses it, and the next save puts it back first. `DIR.old` is never removed while there is no DIR. This holds for a process that
 dies at any moment; after a power failure, as far as the file system keeps renames of one folder in order.
+
+Refusals are a ValueError of one line that goes on where "save-cache DIR: " or "load-cache DIR: " ends.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ def beside(folder: Path, suffix: str) -> Path:
 
 
 def find(folder: Path) -> Path:
-    """Where the snapshot of that name is: the folder, or the copy that an interrupted save had put aside. ValueError: nowhere."""
+    """Where the snapshot of that name is: the folder, or the copy that an interrupted save has put aside."""
     folder = folder.expanduser().absolute()
     aside = beside(folder.resolve(), ".old")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MANIFEST).is_file():
-            raise ValueError(f"load-cache {folder}: has no {MANIFEST}; give a folder that --save-cache has made")
+            raise ValueError(f"has no {MANIFEST}; give a folder that --save-cache has made")
         return folder
     if (aside / MANIFEST).is_file():
         return aside
-    raise ValueError(f"load-cache {folder}: no such snapshot; give a folder that --save-cache has made")
+    raise ValueError("no such snapshot; give a folder that --save-cache has made")
 
 
 class Replacement:
@@ -46,17 +48,16 @@ class Replacement:
 
     def check(self) -> None:
         """ValueError where nothing may be written: what is not a snapshot is never replaced."""
-        name = f"save-cache {self.target}"
         if not self.target.parent.is_dir():
-            raise ValueError(f"{name}: its folder {self.target.parent} does not exist; make it, or save elsewhere")
+            raise ValueError(f"its folder {self.target.parent} does not exist; make it, or save elsewhere")
         if not os.access(self.target.parent, os.W_OK | os.X_OK):
-            raise ValueError(f"{name}: its folder {self.target.parent} cannot be written to; save elsewhere")
+            raise ValueError(f"its folder {self.target.parent} cannot be written to; save elsewhere")
         for place in (self.target, self.aside, self.writing):
             if place.exists() and not place.is_dir():
-                raise ValueError(f"{name}: {place} is a file; remove it, or save elsewhere")
+                raise ValueError(f"{place} is a file; remove it, or save elsewhere")
         for place in (self.target, self.aside):
             if place.is_dir() and any(place.iterdir()) and not (place / MANIFEST).is_file():
-                raise ValueError(f"{name}: {place} is not empty and holds no snapshot; save elsewhere")
+                raise ValueError(f"{place} is not empty and holds no snapshot; save elsewhere")
 
     def begin(self) -> None:
         """An empty `writing`; what interrupted saves have left is put back (the only copy of the old snapshot) or removed."""
@@ -65,7 +66,7 @@ class Replacement:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise ValueError(f"save-cache {self.target}: another run is saving there; wait for it, or save elsewhere") from None
+            raise ValueError("another run is saving there; wait for it, or save elsewhere") from None
         for entry in self.writing.iterdir():
             if entry.name != LOCK:
                 remove(entry)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.snapshot import tensors as parts
-from bitkv_dist.snapshot.joint import brief, jointly
+from bitkv_dist.snapshot.joint import about, brief, jointly
 from bitkv_dist.snapshot.manifest import Manifest, TensorFile
 from bitkv_dist.snapshot.save import LOGITS_FILE, Progress, circumstances
 
@@ -58,18 +58,19 @@ def load(engine: Engine, folder: Path, manifest: Manifest, prompts: list[list[in
     on with its own sequences. ValueError, and no cache, where the files are not those of the manifest or of this model.
     """
     model = engine.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    manifest.check_model(folder, f"{model.fingerprint:016x}", engine.rotation_digest, dtype)
-    sources = list(range(len(manifest.sequences))) if prompts is None else manifest.match(folder, prompts)
+    what = f"load-cache {folder}"
+    with about(what):
+        manifest.check_model(f"{model.fingerprint:016x}", engine.rotation_digest, circumstances(engine)["dtype"])
+        sources = list(range(len(manifest.sequences))) if prompts is None else manifest.match(prompts)
     saved = [manifest.sequences[source] for source in sources]
     engine.open(prompts or [sequence.tokens[: sequence.cached] for sequence in saved])
     reader = _Reader(engine, folder, manifest, sources)
-    what = f"load-cache {folder}"
     try:
         ranges = sorted({file.layers for file in manifest.files if file.name != LOGITS_FILE})
         for done, layers in enumerate(ranges, start=1):
             found = jointly(engine.mesh, what, lambda layers=layers: reader.read(range(*layers)))
-            reader.check(range(*layers), found)
+            with about(what):
+                reader.check(range(*layers), found)
             reader.restore()
             progress("loading the cache", done, len(ranges))
         logits = jointly(engine.mesh, what, reader.read_logits)[engine.mesh.world.rank]
@@ -131,7 +132,7 @@ class _Reader:
         if not found.all():
             place, head = (~found).nonzero()[0].tolist()
             lost = f"page {wanted[place]} of sequence {source}, layer {layer.index}, head {self.heads[head]} is in no file"
-            raise ValueError(f"load-cache {self.folder}: {lost}; copy it whole")
+            raise ValueError(f"{lost}; copy it whole")
         for page, record in zip(wanted, records, strict=True):
             state.sealed.page(*divmod(page, per_granule)).copy_(record)
         return parts.digest_pages(records, wanted, self.heads.start)
@@ -147,9 +148,9 @@ class _Reader:
         try:
             found = {name: torch.cat([piece for _, piece in sorted(some, key=first)], 1) for name, some in pieces.items()}
         except RuntimeError as error:
-            raise ValueError(f"load-cache {self.folder}: layer {layer} does not fit together ({brief(error)})") from None
+            raise ValueError(f"layer {layer} does not fit together ({brief(error)})") from None
         if parts.EXACT not in found or any(tensor.shape[1] != len(self.heads) for tensor in found.values()):
-            raise ValueError(f"load-cache {self.folder}: layer {layer} of sequence {source} is not complete; copy it whole")
+            raise ValueError(f"layer {layer} of sequence {source} is not complete; copy it whole")
         return found
 
     def check(self, layers: range, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -163,7 +164,7 @@ class _Reader:
             if len(wrong):
                 row, sequence = wrong[0]
                 what = f"layer {layers[row]} of sequence {self.sources[sequence]} does not have its digest"
-                raise ValueError(f"load-cache {self.folder}: {what}: a file was changed after it was written; save it again")
+                raise ValueError(f"{what}: a file was changed after it was written; save it again")
 
     def restore(self) -> None:
         for state, length, kept in self.waiting:
@@ -178,7 +179,7 @@ class _Reader:
         with self.open(file, range(1)) as part:
             content = {parts.LOGITS: part.tensor(parts.LOGITS).clone()}
         if f"{parts.digest_kept(content, 0):016x}" != self.manifest.logits:
-            raise ValueError(f"load-cache {self.folder}: {file.name} was changed after it was written; save it again")
+            raise ValueError(f"{file.name} was changed after it was written; save it again")
         return content[parts.LOGITS].squeeze(1)
 
     def files_of(self, layers: range) -> list[TensorFile]:
@@ -197,17 +198,17 @@ class _Reader:
         try:
             with safe_open(self.folder / file.name, "pt") as tensors:
                 if (tensors.metadata() or {}).get("snapshot") != self.manifest.id:
-                    raise ValueError(f"load-cache {self.folder}: {file.name} belongs to another snapshot; copy it whole")
-                yield _Part(self.folder, file, tensors, heads)
+                    raise ValueError(f"{file.name} belongs to another snapshot; copy it whole")
+                yield _Part(file, tensors, heads)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"load-cache {self.folder}: {file.name} cannot be read ({brief(error)}); copy it whole") from None
+            raise ValueError(f"{file.name} cannot be read ({brief(error)}); copy it whole") from None
 
 
 class _Part:
     """An open file. `place`: its heads among this rank's; tensors are cut to these heads."""
 
-    def __init__(self, folder: Path, file: TensorFile, tensors: safe_open, heads: range) -> None:
-        self._folder, self._file, self._tensors = folder, file, tensors
+    def __init__(self, file: TensorFile, tensors: safe_open, heads: range) -> None:
+        self._file, self._tensors = file, tensors
         self.names = tensors.keys()
         start, stop = max(file.kv_heads[0], heads.start), min(file.kv_heads[1], heads.stop)
         self.place = slice(start - heads.start, stop - heads.start)
@@ -230,7 +231,7 @@ class _Part:
         return self._rows[source]
 
     def unfit(self, why: str) -> ValueError:
-        return ValueError(f"load-cache {self._folder}: {self._file.name} does not hold what it should ({why}); copy it whole")
+        return ValueError(f"{self._file.name} does not hold what it should ({why}); copy it whole")
 
 
 def first(pair: tuple[int, torch.Tensor]) -> int:

@@ -1,4 +1,7 @@
-"""What a snapshot says about itself, and whether it serves a run: manifest.json, read before any weight is."""
+"""What a snapshot says about itself, and whether it serves a run: manifest.json, read before any weight is.
+
+Refusals are a ValueError of one line that goes on where "load-cache DIR: " ends.
+"""
 
 from __future__ import annotations
 
@@ -82,21 +85,21 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """ValueError, one line, for what is not a whole and unchanged manifest of this version."""
+        """Refuse what is not a whole and unchanged manifest of this version."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ValueError(f"load-cache {folder}: {MANIFEST} cannot be read ({error.strerror})") from None
+            raise ValueError(f"{MANIFEST} cannot be read ({error.strerror}); copy the folder whole") from None
         except ValueError:
-            raise ValueError(f"load-cache {folder}: {MANIFEST} is truncated or not JSON; save the snapshot again") from None
+            raise ValueError(f"{MANIFEST} is truncated or not JSON; save the snapshot again") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"load-cache {folder}: {MANIFEST} is not that of a {FORMAT}; give a folder that --save-cache has made")
+            raise ValueError(f"{MANIFEST} is not that of a {FORMAT}; give a folder that --save-cache has made")
         if content.get("version") != VERSION:
             found = f"version {content.get('version')} of the format"
-            raise ValueError(f"load-cache {folder}: {found}, this program reads version {VERSION}; save the snapshot again")
+            raise ValueError(f"{found}, this program reads version {VERSION}; save the snapshot again")
         if content.pop("digest", None) != content_digest(content):
-            raise ValueError(f"load-cache {folder}: {MANIFEST} was changed after it was written; save the snapshot again")
+            raise ValueError(f"{MANIFEST} was changed after it was written; save the snapshot again")
         content["sequences"] = [SavedSequence(**each) for each in content["sequences"]]
         files = [each | {name: tuple(each[name]) for name in ("layers", "kv_heads")} for each in content["files"]]
         content["files"] = [TensorFile(**each) for each in files]
@@ -104,73 +107,74 @@ class Manifest:
         return cls(**content)
 
     def check_files(self, folder: Path) -> None:
+        """Refuse a folder that lacks a file, or has it with another size."""
         for file in self.files:
             try:
                 size = (folder / file.name).stat().st_size
             except OSError as error:
-                raise ValueError(f"load-cache {folder}: {file.name} is missing ({error.strerror}); copy it whole") from None
+                raise ValueError(f"{file.name} is missing ({error.strerror}); copy it whole") from None
             if size != file.bytes:
                 rule = f"{size} bytes, it was written with {file.bytes}"
-                raise ValueError(f"load-cache {folder}: {file.name} is truncated or another file ({rule}); copy it whole")
+                raise ValueError(f"{file.name} is truncated or another file ({rule}); copy it whole")
 
     # -- whether it serves a run
 
-    def check_run(self, folder: Path, cache: CacheConfig, layers: int, kv_heads: int, head_dim: int) -> None:
+    def check_run(self, cache: CacheConfig, layers: int, kv_heads: int, head_dim: int) -> None:
         """Refuse another cache configuration or a model of another shape."""
         for name, here in {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}.items():
             if self.model[name] != here:
                 rule = f"it has {self.model[name]} {name}, this one {here}"
-                raise ValueError(f"load-cache {folder}: is of another model, {self.model['name']} ({rule}); load it with that")
+                raise ValueError(f"is of another model, {self.model['name']} ({rule}); load it with that")
         for name, here in plain(cache).items():
             there = self.cache.get(name)
             if there != here:
                 remedy = "run with the configuration of the snapshot"
-                raise ValueError(f"load-cache {folder}: cache.{name} is {there!r} there and {here!r} in this run; {remedy}")
+                raise ValueError(f"cache.{name} is {there!r} there and {here!r} in this run; {remedy}")
 
-    def check_model(self, folder: Path, fingerprint: str, rotation: str, dtype: str) -> None:
+    def check_model(self, fingerprint: str, rotation: str, dtype: str) -> None:
         """Refuse other weights, other rotations, and pages of another type."""
         if self.model["fingerprint"] != fingerprint:
             there = f"fingerprint {self.model['fingerprint']} of {self.model['name']} there, {fingerprint} here"
-            raise ValueError(f"load-cache {folder}: is of other weights ({there}); load it with the model that it was saved with")
+            raise ValueError(f"is of other weights ({there}); load it with the model that it was saved with")
         if self.rotation != rotation:
-            raise ValueError(f"load-cache {folder}: rotation digest {self.rotation} there, {rotation} here; save it again")
+            raise ValueError(f"rotation digest {self.rotation} there, {rotation} here; save it again")
         if self.cache["codec"] == "exact" and self.computed["dtype"] != dtype:
             there = self.computed["dtype"]
-            raise ValueError(f"load-cache {folder}: codec exact keeps pages in the model's dtype, {there}; use --dtype {there}")
+            raise ValueError(f"codec exact keeps pages in the model's dtype, {there}; use --dtype {there}")
 
-    def match(self, folder: Path, prompts: Sequence[list[int]]) -> list[int]:
+    def match(self, prompts: Sequence[list[int]]) -> list[int]:
         """For each prompt the index of the sequence that it begins with; a lone sequence serves any number of prompts."""
         held = len(self.sequences)
         if held not in (1, len(prompts)):
             rule = f"holds {held} sequences, for {held} prompts in the same order"
-            raise ValueError(f"load-cache {folder}: {rule}, not {len(prompts)}; give so many, or none to go on with all")
+            raise ValueError(f"{rule}, not {len(prompts)}; give so many, or none to go on with all")
         sources = [index if held > 1 else 0 for index in range(len(prompts))]
         for index, (prompt, source) in enumerate(zip(prompts, sources, strict=True)):
-            self.check_prefix(folder, index, prompt, self.sequences[source])
+            self.check_prefix(index, prompt, self.sequences[source])
         return sources
 
-    def check_prefix(self, folder: Path, index: int, prompt: list[int], saved: SavedSequence) -> None:
+    def check_prefix(self, index: int, prompt: list[int], saved: SavedSequence) -> None:
         cached = saved.tokens[: saved.cached]
         pairs = enumerate(zip(cached, prompt, strict=False))
         first = next((at for at, (there, here) in pairs if there != here), min(len(cached), len(prompt)))
         remedy = "a prompt must begin with all tokens of the snapshot"
         if first < len(prompt) and first < len(cached):
-            found = f"token {first} is {cached[first]} there and {prompt[first]} in prompt {index}"
-            raise ValueError(f"load-cache {folder}: {found}; {remedy}")
+            found = f"prompt {index} differs at token {first} ({cached[first]} there, {prompt[first]} here)"
+            raise ValueError(f"{found}; {remedy}")
         if first < len(cached):
             found = f"prompt {index} ends at token {first}, where the snapshot goes on to {len(cached)}"
-            raise ValueError(f"load-cache {folder}: {found}; {remedy}")
+            raise ValueError(f"{found}; {remedy}")
         if len(prompt) == len(cached) and self.logits is None:
-            found = f"prompt {index} has no token beyond the {first} cached ones, whose logits a snapshot of the end does not hold"
-            raise ValueError(f"load-cache {folder}: {found}; give a longer prompt, or none to go on")
+            found = f"prompt {index} has no token beyond the {first} cached ones, whose logits were not saved"
+            raise ValueError(f"{found}; give a longer prompt, or none to go on")
 
-    def check_goes_on(self, folder: Path, max_positions: int) -> None:
+    def check_goes_on(self, max_positions: int) -> None:
         """Refuse to go on without prompts where no sequence can."""
         if self.logits is None and all(sequence.stopped(max_positions) for sequence in self.sequences):
-            raise ValueError(f"load-cache {folder}: all its sequences have ended; give a prompt or --interactive to go on")
+            raise ValueError("all its sequences have ended; give a prompt or --interactive to go on")
 
     def promise(self, here: dict[str, Any]) -> str:
-        """What holds for the tokens of a run computed `here`, against those of the run that saved, at any number of SP ranks."""
+        """What holds for the tokens of a run computed `here` against those of the run that saved, whatever the SP of both."""
         if here["dtype"] != self.computed["dtype"]:
             return BYTES
         return IDENTICAL if all(self.computed[name] == value for name, value in here.items() if name != "sp") else CLOSE

@@ -37,8 +37,8 @@ def save(engine: Engine, folder: Path, logits: torch.Tensor | None = None, progr
     """
     mesh = engine.mesh
     replacement = Replacement(Path(mesh.broadcast(str(folder.expanduser().resolve()))))
-    writer = _Writer(engine, folder, replacement.writing)
-    what = f"save-cache {folder}: nothing was saved, an older snapshot there is unchanged"
+    writer = _Writer(engine, replacement.writing)
+    what = f"save-cache {folder}: nothing was saved, what was there is unchanged"
     try:
         jointly(mesh, what, replacement.begin, leader_only=True)
         ident = mesh.broadcast(secrets.token_hex(16))
@@ -56,8 +56,8 @@ def save(engine: Engine, folder: Path, logits: torch.Tensor | None = None, progr
 class _Writer:
     """This rank's part of a snapshot."""
 
-    def __init__(self, engine: Engine, folder: Path, place: Path) -> None:
-        self.engine, self.folder, self.place = engine, folder, place
+    def __init__(self, engine: Engine, place: Path) -> None:
+        self.engine, self.place = engine, place
         self.leads_heads = engine.mesh.sp_rank == 0  # writes what all sequence ranks have alike
 
     def layer_bytes(self) -> list[int]:
@@ -74,7 +74,7 @@ class _Writer:
 
     def check_space(self, sizes: list[list[int]], logits: torch.Tensor | None) -> None:
         ids = 8 * sum(map(len, self.engine.histories))  # as text in the manifest
-        require_space(self.folder, self.place, sum(map(sum, sizes)) + ids + (0 if logits is None else logits.nbytes))
+        require_space(self.place, sum(map(sum, sizes)) + ids + (0 if logits is None else logits.nbytes))
 
     def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray]:
         """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it."""
@@ -102,7 +102,7 @@ class _Writer:
         for file in files:
             path = self.place / file.name
             if not path.is_file() or path.stat().st_size != file.bytes:
-                raise ValueError(f"save-cache {self.folder}: {file.name} of another rank is not seen by rank 0; all hosts must share it")
+                raise ValueError(f"rank 0 does not see {file.name} as it was written; save where all hosts see the same files")
         logits_digest = None
         if logits is not None:
             content = {parts.LOGITS: logits.cpu().unsqueeze(1)}
@@ -141,14 +141,14 @@ def check_room(engine: Engine, folder: Path, lengths: list[int]) -> None:
     pages = sum(state.sealed_at(length) - state.sink for length in lengths) // engine.cache_config.page_tokens
     needed = pages * engine.model.kv_heads * sum(layer.codec.record_bytes for layer in blank.layers)
     place = folder.expanduser().resolve().parent
-    jointly(engine.mesh, f"save-cache {folder}", lambda: require_space(folder, place, needed), leader_only=True)
+    jointly(engine.mesh, f"save-cache {folder}", lambda: require_space(place, needed), leader_only=True)
 
 
-def require_space(folder: Path, place: Path, needed_bytes: int) -> None:
+def require_space(place: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(place).free
     if needed_bytes > free_bytes:
         found = f"needs {needed_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.1f} MB are free there"
-        raise ValueError(f"save-cache {folder}: {found}; free some or save elsewhere")
+        raise ValueError(f"{found}; free some or save elsewhere")
 
 
 def saved_sequences(engine: Engine) -> list[SavedSequence]:

@@ -1,4 +1,4 @@
-"""What a snapshot keeps of one sequence in one layer: named tensors [rows, HK, ..], and digests that no grid of ranks changes."""
+"""What a snapshot keeps of one sequence in one layer: named tensors [rows, HK, ..], and their digests."""
 
 from __future__ import annotations
 
