@@ -27,6 +27,7 @@ RUNNING, STOP, LENGTH = 0, 1, 2
 REASONS = {STOP: "stop", LENGTH: "length"}
 
 OnToken = Callable[[int, int], bool]  # (sequence, token id) on rank 0 -> True ends the sequence
+Fill = Callable[[list[list[int]], prefill.Progress], torch.Tensor]  # prompts -> logits fp32 [sequences, vocab] after them
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Result:
     first_token_s: float = 0.0
     decode_s: float = 0.0
     decoded_tokens: int = field(default=0)  # tokens of decode_s: all but the first of each sequence
+    prefilled_tokens: int = 0  # tokens of prefill_s: those that were not in the cache before
 
 
 class Engine:
@@ -65,6 +67,7 @@ class Engine:
         self.rotation_digest = agreement.require(mesh, model, cache, generate)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
+        self.ended: dict[int, str] = {}  # sequences that do not go on before another turn, and why
         if generate.warmup:
             self.warm_up()
 
@@ -87,19 +90,32 @@ class Engine:
         on_token: OnToken | None = None,
         on_prefill: prefill.Progress | None = None,
         keep: bool = False,
+        fill: Fill | None = None,
+        on_filled: Callable[[torch.Tensor], None] | None = None,
     ) -> Result:
         """Continue the prompts (token ids, each at its own length). keep: append them to the sequences that the cache holds.
 
         on_token is called on rank 0 for every token as it comes and may end its sequence; on_prefill(done, all) counts prompt
-        tokens.
+        tokens. fill: brings the prompts into the cache in place of a prefill. on_filled sees the logits before the first token.
         """
+        keep = keep and self.cache is not None
         with torch.inference_mode():
             started = time.perf_counter()
-            if keep and self.cache is not None:
-                logits = self.append(prompts, on_prefill or ignore)
-            else:
-                logits = self.begin(prompts, on_prefill or ignore)
-            return self.decode(logits, prompts, on_token, started)
+            held = self.cached_tokens() if keep or fill else 0
+            fill = fill or (self.append if keep else self.begin)
+            logits = fill(prompts, on_prefill or ignore)
+            if on_filled is not None:
+                filled = time.perf_counter()
+                on_filled(logits)
+                started += time.perf_counter() - filled
+            prefilled = self.cached_tokens() - held
+            result = self.decode(logits, prompts, on_token, started)
+            result.prefilled_tokens = prefilled
+            return result
+
+    def cached_tokens(self) -> int:
+        """Tokens of all sequences that the cache holds."""
+        return sum(map(self.cache.length, range(self.cache.sequences)))
 
     def begin(self, prompts: list[list[int]], progress: prefill.Progress, others: Sequence[Engine] = ()) -> torch.Tensor:
         """A new cache filled with the prompts; fp32 logits [sequences, vocab] of their last tokens.
@@ -138,6 +154,7 @@ class Engine:
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
         self.pending = [[] for _ in prompts]
+        self.ended = {}
         self.reserve(list(map(len, prompts)))
 
     def choose_prefill(self, prompts: list[list[int]]) -> str:
@@ -159,9 +176,14 @@ class Engine:
         self.reserve([length + len(turn) for length, turn in zip(held, turns, strict=True)])
         self.sampler.begin_turn()
         self.pending = [[] for _ in prompts]
+        self.ended = {}
         for history, prompt in zip(self.histories, prompts, strict=True):
             history += prompt
-        return self.model.head(prefill.packed(self.model, self.cache, turns, self.config.chunk, progress))
+        return self.read(turns, progress)
+
+    def read(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
+        """Append tokens to the sequences, as a packed prefill; fp32 logits [sequences that got tokens, vocab]."""
+        return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
 
     def reserve(self, lengths: list[int]) -> None:
         """Room for prompts of these lengths, what is cached included, and for the tokens to come."""
@@ -193,9 +215,10 @@ class Engine:
 
     def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float) -> Result:
         """Sample, feed, repeat, until every sequence has ended; the prefill is what was done since `started`."""
-        result = Result(list(map(len, prompts)), [[] for _ in prompts], [REASONS[LENGTH]] * len(prompts))
+        reasons = [self.ended.get(sequence, REASONS[LENGTH]) for sequence in range(len(prompts))]
+        result = Result(list(map(len, prompts)), [[] for _ in prompts], reasons)
         result.prefill_s = time.perf_counter() - started
-        live = list(range(len(prompts)))
+        live = [sequence for sequence in range(len(prompts)) if sequence not in self.ended]
         for step in range(self.config.max_new_tokens):
             with one_torch_thread():
                 chosen = self.choose(logits, live, result, on_token)
@@ -207,6 +230,8 @@ class Engine:
                     result.finish_reason[sequence] = REASONS[state]
                 else:
                     continue
+                if state == STOP:
+                    self.ended[sequence] = REASONS[STOP]
                 live = [other for other in live if other != sequence]
             if step == 0:
                 result.first_token_s = time.perf_counter() - started

@@ -62,12 +62,13 @@ def packed(model: ServedModel, cache: PackedCache, prompts: list[list[int]], chu
     """Append prompts to what the cache holds, a chunk at a time through all layers: memory does not grow with the prompt.
 
     A chunk sees what a decode step at its first position would see exactly, and its own tokens exactly; the rest by code.
-    Chunks end at multiples of `chunk` in the whole sequence, wherever the prompt begins. Returns hidden [sequences, E] of the
-    last tokens.
+    Chunks end at multiples of `chunk` in the whole sequence, wherever the prompt begins. A prompt may have no tokens. Returns
+    hidden [sequences that got tokens, E] of the last tokens.
     """
     last, done, total = [], 0, sum(map(len, prompts))
     for sequence, prompt in enumerate(prompts):
-        hidden = None
+        if not prompt:
+            continue
         for hidden in packed_chunks(model, cache, Step([sequence]), prompt, chunk):
             done += hidden.shape[1]
             progress(done, total)

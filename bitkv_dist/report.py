@@ -15,7 +15,6 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     mesh, world = engine.mesh, engine.mesh.world
     kv = cache_report(engine)
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    prompt_tokens = sum(result.prompt_tokens)
     return {
         "schema": 1,
         "text": texts,
@@ -28,7 +27,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "timing": {
             "load_s": load_s,
             "prefill_s": result.prefill_s,
-            "prefill_tokens_per_s": ratio(prompt_tokens, result.prefill_s),
+            "prefill_tokens_per_s": ratio(result.prefilled_tokens, result.prefill_s),
             "first_token_s": result.first_token_s,
             "decode_s": result.decode_s,
             "decode_tokens_per_s": ratio(result.decoded_tokens, result.decode_s),

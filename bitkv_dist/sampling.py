@@ -69,9 +69,30 @@ class Sampler:
         self._greedy = generate.temperature == 0
         self._eos = torch.tensor(list(eos), device=device, dtype=torch.int64) if eos else None
         self._device = device
-        self._seed = secrets.randbits(64) if generate.sampling_seed is None else generate.sampling_seed
+        self._drawn_seed = generate.sampling_seed is None
+        self._seed = secrets.randbits(64) if self._drawn_seed else generate.sampling_seed
         self._warpers = rules.LogitsProcessorList() if self._greedy else _warpers(settings, generate)
         self._rows: dict[int, _Row] = {}
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    def progress(self, index: int, tokens: int) -> tuple[int, int]:
+        """(tokens before the answer in progress, numbers drawn so far) of a sequence of `tokens` tokens."""
+        row = self._rows.get(index)
+        if row is None:
+            return tokens, 0
+        return tokens if row.processors is None else row.prompt_tokens, row.draws
+
+    def resume(self, seed: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Go on where another sampler was, rows: its `progress` of each sequence. A sampling_seed of this run wins."""
+        if self._drawn_seed:
+            self._seed = seed
+        for index, (prompt_tokens, draws) in enumerate(rows):
+            row = self._rows[index] = self._row(index, prompt_tokens)
+            for _ in range(draws):
+                row.draw()
 
     def begin_turn(self) -> None:
         """What is counted from the end of the prompt is counted anew; the random streams go on."""
@@ -90,15 +111,18 @@ class Sampler:
     def _pick(self, logits: Tensor, history: list[int], index: int) -> int:
         row = self._rows.get(index)
         if row is None:
-            row = self._rows[index] = _Row(self._processors(len(history)), _generator(self._seed, index), self._device)
+            row = self._rows[index] = self._row(index, len(history))
         if row.processors is None:
-            row.processors = self._processors(len(history))
+            row.processors, row.prompt_tokens = self._processors(len(history)), len(history)
         if row.processors:
             logits = row.processors(row.ids(history), logits)
         if self._greedy:
             return int(logits.argmax(dim=-1))
         scores = self._warpers(None, logits)  # warpers read scores only
-        return _draw(scores[0], row.generator, index)
+        return _choose(scores[0], row.draw(), index)
+
+    def _row(self, index: int, prompt_tokens: int) -> _Row:
+        return _Row(self._processors(prompt_tokens), prompt_tokens, _generator(self._seed, index), self._device)
 
     def _processors(self, prompt_tokens: int) -> rules.LogitsProcessorList:
         """What `GenerationMixin` applies to every decoding mode, in its order."""
@@ -130,11 +154,17 @@ class Sampler:
 class _Row:
     """What one sequence keeps between picks: its processors, its random stream, and its ids on the device."""
 
-    def __init__(self, processors: rules.LogitsProcessorList | None, generator: torch.Generator, device: torch.device) -> None:
-        self.processors = processors
-        self.generator = generator
+    def __init__(self, processors: rules.LogitsProcessorList | None, prompt_tokens: int, generator: torch.Generator,
+                 device: torch.device) -> None:
+        self.processors, self.prompt_tokens = processors, prompt_tokens
+        self._generator, self.draws = generator, 0
         self._buffer = torch.empty(0, dtype=torch.int64, device=device)
         self._filled = 0
+
+    def draw(self) -> Tensor:
+        """The next uniform number of the stream, fp64 []."""
+        self.draws += 1
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
 
     def ids(self, history: list[int]) -> Tensor:
         """The history as int64 [1, n]; only its new end is copied."""
@@ -174,16 +204,16 @@ def _generator(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)  # on the CPU, so that a GPU run draws the same numbers
 
 
-def _draw(scores: Tensor, generator: torch.Generator, index: int) -> int:
+def _choose(scores: Tensor, uniform: Tensor, index: int) -> int:
     """Inverse transform sampling in fp64: one uniform number per token, whatever the vocabulary or device.
 
-    scores: [vocab], -inf = excluded.
+    scores: [vocab], -inf = excluded. uniform: fp64 [].
     """
     cumulative = torch.softmax(scores.cpu().double(), dim=-1).cumsum(dim=-1)
     total = cumulative[-1]
     if not total.isfinite():
         raise RuntimeError(f"sequence {index}: no token has a finite score")
-    point = torch.rand((), generator=generator, dtype=torch.float64) * total
+    point = uniform * total
     return min(int(torch.searchsorted(cumulative, point, right=True)), int(torch.searchsorted(cumulative, total)))
 
 

@@ -51,6 +51,15 @@ class SequenceState:
         """Rows of `exact` in use."""
         return min(self.length, self.sink) + max(0, self.length - self.sealed_end)
 
+    def rows(self) -> torch.Tensor:
+        """The tokens that are kept exactly: [2, HK, count, D], sink first."""
+        return self.exact[:, :, : self.exact_count()]
+
+    def restore(self, length: int, rows: torch.Tensor) -> None:
+        """Take in `rows` of a state of `length` tokens, whose sealed pages are in place."""
+        self.length, self.sealed_end = length, self.sealed_at(length)
+        self.rows().copy_(rows)
+
     def pages(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(global page index, record [HK, record_bytes]) of the sealed pages held here, in token order."""
         for records, valid, granules in self.granules(1):

@@ -2,6 +2,9 @@
 
 Text goes to stdout, from rank 0 only, everything else to stderr. A prompt file is UTF-8; a byte order mark and one final
 newline are dropped and CRLF is read as LF. With --json - the report takes the place of the text on stdout.
+
+--save-cache keeps the packed cache on disk, --load-cache starts from it: with the same prompts the run is repeated, of longer
+prompts only the rest is read, without prompts the saved sequences go on.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +36,9 @@ _VALUES = (
     ("--top-p", "generate.top_p", "share of the probability to draw from; 1 = off"),
     ("--top-k", "generate.top_k", "number of tokens to draw from; 0 = off"),
     ("--sampling-seed", "generate.sampling_seed", "seed of the draws; without it another one each run"),
+    ("--save-cache", "generate.save_cache", "folder for a snapshot of the cache; replaces the one that is there"),
+    ("--save-cache-at", "generate.save_cache_at", "prefill (before the first token, to repeat) or end (to go on)"),
+    ("--load-cache", "generate.load_cache", "folder of a snapshot to start from"),
 )
 _SWITCHES = (
     ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
@@ -48,9 +55,9 @@ _PAIRS = (
 def main(argv: list[str] | None = None) -> int:
     """The whole run on this rank; ValueError, before weights load, for what a user can put right."""
     asked = _parser().parse_args(argv)
-    if not (asked.prompt or asked.prompt_file or asked.interactive):
-        raise ValueError("prompt: none given; use --prompt, --prompt-file or --interactive")
     config = flags.read_config(asked)
+    if not (asked.prompt or asked.prompt_file or asked.interactive or config.generate.load_cache):
+        raise ValueError("prompt: none given; use --prompt, --prompt-file or --interactive")
 
     import transformers
 
@@ -65,11 +72,13 @@ def main(argv: list[str] | None = None) -> int:
     run = _Run(asked, config, mesh, positions)
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
-        run.start()
+        run.snapshots.check(prompts, model_config, asked.interactive)
+        run.start(prompts)
         if asked.interactive:
             run.talk(prompts)
         else:
-            run.batch(prompts)
+            run.batch(prompts or run.snapshots.begun)
+        run.end()
     finally:
         run.stop_bars()
     run.report()
@@ -81,11 +90,13 @@ class _Run:
 
     def __init__(self, asked: argparse.Namespace, config: RunConfig, mesh: Mesh, max_positions: int) -> None:
         from bitkv_dist.launch.display import Bar, Console
+        from bitkv_dist.launch.snapshots import Snapshots
 
         self._asked, self._config, self._mesh, self._max_positions = asked, config, mesh, max_positions
         self.leads = mesh.world.rank == 0
         self._console = Console(stderr=True, quiet=not self.leads, highlight=False, markup=False, soft_wrap=True)
         self._load_bar, self._prefill_bar = Bar(self._console), Bar(self._console, "tokens")
+        self.snapshots = Snapshots(mesh, config, self._load_bar, self._console.print)
         self._tokenizer, self._chat = None, False
         self._turns: list[tuple[Result, list[str]]] = []  # each call's result and, on rank 0, its texts
 
@@ -107,8 +118,8 @@ class _Run:
         self._chat = (self._asked.interactive and has_template) if chat is None else chat
         return [self._fitting(text.encode_prompt(self._tokenizer, prompt, self._chat)) for prompt in texts]
 
-    def start(self) -> None:
-        """Load the weights and agree with the other ranks."""
+    def start(self, prompts: list[list[int]]) -> None:
+        """Load the weights, agree with the other ranks, and load the snapshot that the run starts from."""
         import torch
 
         from bitkv_dist import model as models
@@ -125,11 +136,14 @@ class _Run:
         grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
+        self.snapshots.load(self._engine, prompts)
 
     def batch(self, prompts: list[list[int]], keep: bool = False) -> None:
         """Generate for all prompts at once."""
         texts = self._texts(prompts) if self.leads else None
-        result = self._engine.generate(prompts, texts and texts.push, self._show_prefill, keep=keep)
+        engine, fill = self._engine, None if keep else self.snapshots.fill
+        filled = partial(self.snapshots.filled, engine)
+        result = engine.generate(prompts, texts and texts.push, self._show_prefill, keep=keep, fill=fill, on_filled=filled)
         self._turns.append((result, texts.finish() if texts else []))
 
     def talk(self, prompts: list[list[int]]) -> None:
@@ -140,6 +154,9 @@ class _Run:
             self.batch(prompts)
         for ids in turns(self._mesh, self._encode_turn, patience_s=self._config.parallel.step_timeout_s / 4):
             self.batch([ids], keep=True)
+
+    def end(self) -> None:
+        self.snapshots.finish(self._engine)
 
     def report(self) -> None:
         """The summary, and the JSON object where it was asked for; of a conversation each turn is one text."""
@@ -153,6 +170,7 @@ class _Run:
             return
         self._console.print(*summary(last), sep="\n")
         results = [result for result, _ in self._turns]
+        last |= self.snapshots.report()
         last["text"] = [text for _, texts in self._turns for text in texts]
         for name in ("token_ids", "prompt_tokens", "finish_reason"):
             last[name] = [item for result in results for item in getattr(result, name)]
@@ -171,13 +189,14 @@ class _Run:
     def _encode_turn(self, line: str) -> list[int]:
         from bitkv_dist import text
 
-        if not self._turns:
+        if not self._turns and not self.snapshots.begun:
             return self._fitting(text.encode_prompt(self._tokenizer, line, self._chat))
-        said = self._turns[-1][0].token_ids[0]
+        said = self._turns[-1][0].token_ids[0] if self._turns else self.snapshots.begun[0]
         return self._fitting(text.encode_turn(self._tokenizer, line, self._chat, said[-1] if said else None))
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        earlier = sum(result.prompt_tokens[0] + len(result.token_ids[0]) for result, _ in self._turns)
+        earlier = sum(map(len, self.snapshots.begun)) if self._asked.interactive else 0
+        earlier += sum(result.prompt_tokens[0] + len(result.token_ids[0]) for result, _ in self._turns)
         if earlier + len(ids) > self._max_positions:
             remedy = "end the conversation" if earlier else "shorten it"
             raise ValueError(f"prompt of {earlier + len(ids)} tokens: the model has {self._max_positions} positions; {remedy}")

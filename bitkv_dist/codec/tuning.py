@@ -14,6 +14,7 @@ from bitkv_dist.kernels.reference import divide, safe_divide, tree_sum
 from bitkv_dist.partial import Partial
 
 SLOPE, TAIL = "slope", "tail"
+LEARNT, PROBES = ("factor", "offset", "tail", "covered"), "probes."
 STEEPEST = 2.0  # a factor beyond it, or below its inverse, is an accident of few probes
 # Estimated weight that may stay unrefined, as a multiple of the weight that may truly: the candidates of rule mass.
 TAIL_FACTORS = tuple(2.0 ** (1 - i / 2) for i in range(17))
@@ -51,6 +52,19 @@ class Tuning:
         else:
             self.probes[lesson] += [root.normalised() for root in roots]
             self.weigh(torch.stack(self.probes[lesson]))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that was learnt, as tensors [n, HK, ..]: `probes.LESSON` of n probes, and the fields, n = 1."""
+        probes = {f"{PROBES}{lesson}": torch.stack(found) for lesson, found in self.probes.items() if found}
+        return probes | {name: getattr(self, name).unsqueeze(0) for name in LEARNT if getattr(self, name) is not None}
+
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of `state`, on a Tuning that has learnt nothing."""
+        for name, tensor in state.items():
+            if name.startswith(PROBES):
+                self.probes[name.removeprefix(PROBES)] = list(tensor.unbind(0))
+            else:
+                setattr(self, name, tensor.squeeze(0))
 
     def weigh(self, shares: torch.Tensor) -> None:
         """shares fp32 [probes, HK, 1, G, 2 C] of the sealed weight that the C candidates leave unrefined: true, then

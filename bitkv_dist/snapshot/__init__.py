@@ -1,0 +1,1 @@
+"""The packed cache on disk: saved at one number of ranks, loaded at any other, never half."""

@@ -1,0 +1,238 @@
+"""Reading a snapshot into an engine's cache, at any number of ranks: each takes the pages and heads that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.snapshot import tensors as parts
+from bitkv_dist.snapshot.joint import about, brief, jointly
+from bitkv_dist.snapshot.manifest import Manifest, TensorFile
+from bitkv_dist.snapshot.save import LOGITS_FILE, Progress, circumstances
+
+if TYPE_CHECKING:
+    from bitkv_dist.engine import Engine
+    from bitkv_dist.layer import PackedLayer
+    from bitkv_dist.sequence import SequenceState
+
+
+class Loaded:
+    """An engine whose cache holds a snapshot. `fill` goes where a prefill would.
+
+    promise: what holds for the tokens. prefix_tokens: tokens of all sequences that need no prefill. prefilled_tokens: those of
+    the prompts beyond them.
+    """
+
+    def __init__(self, engine: Engine, manifest: Manifest, prompts: list[list[int]] | None, sources: list[int],
+                 logits: torch.Tensor | None) -> None:
+        self._engine, self._prompts, self._sources, self._logits = engine, prompts, sources, logits
+        self.promise = manifest.promise(circumstances(engine))
+        held = [manifest.sequences[source].cached for source in sources]
+        self._rests = [prompt[cached:] for prompt, cached in zip(prompts or [], held, strict=bool(prompts))]
+        self.prefix_tokens, self.prefilled_tokens = sum(held), sum(map(len, self._rests))
+
+    def fill(self, prompts: list[list[int]], progress: Callable[[float, int], None]) -> torch.Tensor:
+        """Logits to go on from, fp32 [sequences, vocabulary]: the saved ones, or those after a packed prefill of what the
+        prompts have beyond the snapshot; without prompts those of the sequences that have not ended."""
+        engine = self._engine
+        if self._logits is None and self._prompts is None:
+            return engine.step([sequence for sequence in range(len(self._sources)) if sequence not in engine.ended])
+        saved = None if self._logits is None else self._logits[self._sources].to(engine.model.device)
+        if not self.prefilled_tokens:
+            return saved
+        read = iter(engine.read(self._rests, progress))
+        return torch.stack([next(read) if rest else saved[row] for row, rest in enumerate(self._rests)])
+
+
+@torch.inference_mode()
+def load(engine: Engine, folder: Path, manifest: Manifest, prompts: list[list[int]] | None = None,
+         progress: Progress = lambda *_: None) -> Loaded:
+    """Open the engine's cache with the snapshot in it; collective. Prompts begin with its tokens (see Manifest.match); None: go
+    on with its own sequences. ValueError, and no cache, where the files are not those of the manifest or of this model.
+    """
+    model = engine.model
+    what = f"load-cache {folder}"
+    with about(what):
+        manifest.check_model(f"{model.fingerprint:016x}", engine.rotation_digest, circumstances(engine)["dtype"])
+        sources = list(range(len(manifest.sequences))) if prompts is None else manifest.match(prompts)
+    saved = [manifest.sequences[source] for source in sources]
+    engine.open(prompts or [sequence.tokens[: sequence.cached] for sequence in saved])
+    reader = _Reader(engine, folder, manifest, sources)
+    try:
+        ranges = sorted({file.layers for file in manifest.files if file.name != LOGITS_FILE})
+        for done, layers in enumerate(ranges, start=1):
+            found = jointly(engine.mesh, what, lambda layers=layers: reader.read(range(*layers)))
+            with about(what):
+                reader.check(range(*layers), found)
+            reader.restore()
+            progress("loading the cache", done, len(ranges))
+        logits = jointly(engine.mesh, what, reader.read_logits)[engine.mesh.world.rank]
+    except BaseException:
+        engine.cache = None
+        raise
+    if prompts is None:
+        engine.histories = [list(sequence.tokens) for sequence in saved]
+        engine.pending = [list(sequence.pending) for sequence in saved]
+        stopped = ((index, sequence.stopped(model.max_positions)) for index, sequence in enumerate(saved))
+        engine.ended = {index: reason for index, reason in stopped if reason}
+    loaded = Loaded(engine, manifest, prompts, sources, logits)
+    if not loaded.prefilled_tokens:
+        engine.sampler.resume(manifest.sampling_seed, [(sequence.prompt_tokens, sequence.draws) for sequence in saved])
+    return loaded
+
+
+class _Reader:
+    """What this rank takes from the files. `sources`: of which saved sequence each sequence of the cache is a copy."""
+
+    def __init__(self, engine: Engine, folder: Path, manifest: Manifest, sources: list[int]) -> None:
+        self.engine, self.folder, self.manifest, self.sources = engine, folder, manifest, sources
+        first = engine.heads.first_kv_head
+        self.heads = range(first, first + engine.heads.kv_heads)
+        self.waiting: list[tuple[SequenceState, int, dict[str, torch.Tensor]]] = []
+
+    def read(self, layers: range) -> tuple[np.ndarray, np.ndarray]:
+        """Fill the sealed pages of some layers. Returns the digests uint64 [layers, sequences] of this rank's pages, and those
+        of what all sequence ranks have alike, which waits for `restore`."""
+        own, common = np.zeros((2, len(layers), len(self.sources)), dtype=np.uint64)
+        with ExitStack() as stack:
+            files = [stack.enter_context(self.open(file, self.heads)) for file in self.files_of(layers)]
+            for row, index in enumerate(layers):
+                layer = self.engine.cache.layers[index]
+                for sequence, source in enumerate(self.sources):
+                    own[row, sequence] = self.read_pages(files, layer, sequence, source)
+                    kept = self.read_kept(files, index, source)
+                    common[row, sequence] = parts.digest_kept(kept, self.heads.start)
+                    self.waiting.append((layer.states[sequence], self.manifest.sequences[source].cached, kept))
+        return own, common
+
+    def read_pages(self, files: list[_Part], layer: PackedLayer, sequence: int, source: int) -> int:
+        """Put the pages of a saved sequence that this rank owns where they would have been sealed; returns their digest."""
+        state, config, owns = layer.states[sequence], layer.cache.config, layer.cache.shard.owns
+        per_granule = GRANULE_TOKENS // config.page_tokens
+        end = state.sealed_at(self.manifest.sequences[source].cached)
+        pages = range(config.sink_rounded // config.page_tokens, end // config.page_tokens)
+        wanted = [page for page in pages if owns(page // per_granule, sequence)]
+        records = torch.zeros(len(wanted), len(self.heads), layer.codec.record_bytes, dtype=torch.uint8)
+        found = torch.zeros(len(wanted), len(self.heads), dtype=torch.bool)
+        for part in files:
+            row_of = part.rows(source)
+            places = [place for place, page in enumerate(wanted) if page in row_of]
+            stored = part.tensor(parts.key(layer.index, source, parts.PAGES))
+            if stored.shape[0] != len(row_of) or stored.shape[2:] != records.shape[2:] or stored.dtype != records.dtype:
+                raise part.unfit("its pages have another shape")
+            records[places, part.place] = stored[[row_of[wanted[place]] for place in places]]
+            found[places, part.place] = True
+        if not found.all():
+            place, head = (~found).nonzero()[0].tolist()
+            lost = f"page {wanted[place]} of sequence {source}, layer {layer.index}, head {self.heads[head]} is in no file"
+            raise ValueError(f"{lost}; copy it whole")
+        for page, record in zip(wanted, records, strict=True):
+            state.sealed.page(*divmod(page, per_granule)).copy_(record)
+        return parts.digest_pages(records, wanted, self.heads.start)
+
+    def read_kept(self, files: list[_Part], layer: int, source: int) -> dict[str, torch.Tensor]:
+        """What all sequence ranks have alike of a saved sequence, for this rank's heads."""
+        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for part in files:
+            prefix = parts.key(layer, source, "")
+            for name in part.names:
+                if name.startswith(prefix) and name != prefix + parts.PAGES:
+                    pieces.setdefault(name.removeprefix(prefix), []).append((part.place.start, part.tensor(name)))
+        try:
+            found = {name: torch.cat([piece for _, piece in sorted(some, key=first)], 1) for name, some in pieces.items()}
+        except RuntimeError as error:
+            raise ValueError(f"layer {layer} does not fit together ({brief(error)})") from None
+        if parts.EXACT not in found or any(tensor.shape[1] != len(self.heads) for tensor in found.values()):
+            raise ValueError(f"layer {layer} of sequence {source} is not complete; copy it whole")
+        return found
+
+    def check(self, layers: range, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Compare what all ranks have read of some layers with the manifest."""
+        tp = self.engine.mesh.tp
+        own = sum(pages for pages, _ in found)
+        digests = [[int(self.manifest.digests[layer][source], 16) for source in self.sources] for layer in layers]
+        for first_rank in range(0, len(found), tp):
+            common = sum(kept for _, kept in found[first_rank : first_rank + tp])
+            wrong = np.argwhere(own + common != np.array(digests, dtype=np.uint64))
+            if len(wrong):
+                row, sequence = wrong[0]
+                what = f"layer {layers[row]} of sequence {self.sources[sequence]} does not have its digest"
+                raise ValueError(f"{what}: a file was changed after it was written; save it again")
+
+    def restore(self) -> None:
+        for state, length, kept in self.waiting:
+            parts.restore(state, length, kept)
+        self.waiting = []
+
+    def read_logits(self) -> torch.Tensor | None:
+        """fp32 [saved sequences, vocabulary], None where they were not saved."""
+        if self.manifest.logits is None:
+            return None
+        (file,) = (file for file in self.manifest.files if file.name == LOGITS_FILE)
+        with self.open(file, range(1)) as part:
+            content = {parts.LOGITS: part.tensor(parts.LOGITS).clone()}
+        if f"{parts.digest_kept(content, 0):016x}" != self.manifest.logits:
+            raise ValueError(f"{file.name} was changed after it was written; save it again")
+        return content[parts.LOGITS].squeeze(1)
+
+    def files_of(self, layers: range) -> list[TensorFile]:
+        """The files with these layers and some of this rank's heads."""
+        return [
+            file
+            for file in self.manifest.files
+            if file.layers == (layers.start, layers.stop)
+            and file.kv_heads[0] < self.heads.stop
+            and self.heads.start < file.kv_heads[1]
+        ]
+
+    @contextmanager
+    def open(self, file: TensorFile, heads: range) -> Iterator[_Part]:
+        """ValueError for what is no whole safetensors file of this snapshot. heads: those to read."""
+        try:
+            with safe_open(self.folder / file.name, "pt") as tensors:
+                if (tensors.metadata() or {}).get("snapshot") != self.manifest.id:
+                    raise ValueError(f"{file.name} belongs to another snapshot; copy it whole")
+                yield _Part(file, tensors, heads)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file.name} cannot be read ({brief(error)}); copy it whole") from None
+
+
+class _Part:
+    """An open file. `place`: its heads among this rank's; tensors are cut to these heads."""
+
+    def __init__(self, file: TensorFile, tensors: safe_open, heads: range) -> None:
+        self._file, self._tensors = file, tensors
+        self.names = tensors.keys()
+        start, stop = max(file.kv_heads[0], heads.start), min(file.kv_heads[1], heads.stop)
+        self.place = slice(start - heads.start, stop - heads.start)
+        self._cut = slice(start - file.kv_heads[0], stop - file.kv_heads[0])
+        self._rows: dict[int, dict[int, int]] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """[rows, heads, ..]"""
+        tensor = self._tensors.get_tensor(name)
+        heads = self._file.kv_heads[1] - self._file.kv_heads[0]
+        if tensor.ndim < 3 or tensor.shape[1] != heads:
+            raise self.unfit(f"{name} is not of {heads} heads")
+        return tensor[:, self._cut]
+
+    def rows(self, source: int) -> dict[int, int]:
+        """Global page -> row of the pages of a saved sequence."""
+        if source not in self._rows:
+            index = self._tensors.get_tensor(parts.index_key(source)).flatten().tolist()
+            self._rows[source] = {page: row for row, page in enumerate(index)}
+        return self._rows[source]
+
+    def unfit(self, why: str) -> ValueError:
+        return ValueError(f"{self._file.name} does not hold what it should ({why}); copy it whole")
+
+
+def first(pair: tuple[int, torch.Tensor]) -> int:
+    return pair[0]

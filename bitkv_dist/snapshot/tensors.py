@@ -1,0 +1,72 @@
+"""What a snapshot keeps of one sequence in one layer: named tensors [rows, HK, ..], and their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from bitkv_dist.sequence import SequenceState
+
+PAGES, EXACT, LOGITS = "pages", "exact", "logits"
+MODULUS = 1 << 64
+
+
+def key(layer: int, sequence: int, name: str) -> str:
+    """The name of a tensor in a file."""
+    return f"layer.{layer}.sequence.{sequence}.{name}"
+
+
+def index_key(sequence: int) -> str:
+    """int64 [n]: which global pages the rows of this sequence's `pages` are, the same in all layers."""
+    return f"sequence.{sequence}.page_index"
+
+
+def owned_pages(state: SequenceState) -> tuple[list[int], torch.Tensor]:
+    """The sealed pages that this rank holds, in token order: global indices, records uint8 [n, HK, record_bytes] on the CPU."""
+    found = list(state.pages())
+    _, heads, record_bytes = state.sealed.granule_shape
+    records = torch.stack([record for _, record in found]) if found else torch.empty(0, heads, record_bytes, dtype=torch.uint8)
+    return [page for page, _ in found], records.cpu()
+
+
+def kept(state: SequenceState) -> dict[str, torch.Tensor]:
+    """What every sequence rank has alike, on the CPU: exact rows [2, HK, count, D], and what the prompt has taught."""
+    learnt = {} if state.tuning is None else state.tuning.state()
+    return {name: tensor.cpu().contiguous() for name, tensor in ({EXACT: state.rows()} | learnt).items()}
+
+
+def restore(state: SequenceState, length: int, tensors: dict[str, torch.Tensor]) -> None:
+    """The inverse of `kept` for a state without tokens, whose sealed pages are in place."""
+    state.restore(length, tensors[EXACT])
+    if state.tuning is not None:
+        state.tuning.restore({name: tensor.to(state.exact.device) for name, tensor in tensors.items() if name != EXACT})
+
+
+def digest_pages(records: torch.Tensor, pages: Iterable[int], first_head: int) -> int:
+    """Of sealed pages uint8 [n, HK, record_bytes] with these global indices: see `digest`."""
+    return digest(PAGES, records, pages, first_head)
+
+
+def digest_kept(tensors: dict[str, torch.Tensor], first_head: int) -> int:
+    """Of tensors [rows, HK, ..] that are no pages: see `digest`."""
+    return sum(digest(name, tensor, range(len(tensor)), first_head) for name, tensor in tensors.items()) % MODULUS
+
+
+def digest(name: str, tensor: torch.Tensor, rows: Iterable[int], first_head: int) -> int:
+    """The 64-bit BLAKE2b digests of all tensor[i, h], [rows, HK, ..] on the CPU, added up modulo 2^64.
+
+    Each counts with its name, its row's global index and its global head: who holds which rows and heads changes no sum.
+    """
+    content = tensor.contiguous().view(torch.uint8).numpy()
+    described = f"{name} {tensor.dtype} {list(tensor.shape[2:])}"
+    total = 0
+    for row, heads in zip(rows, content, strict=True):
+        for head, values in enumerate(heads, start=first_head):
+            state = blake2b(f"{described} {row} {head} ".encode(), digest_size=8)
+            state.update(values)
+            total += int.from_bytes(state.digest(), "little")
+    return total % MODULUS
