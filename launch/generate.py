@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     model_config = models.check(config.generate.model, config.parallel.tp)
     positions = models.max_positions_of(model_config)
     config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
-    mesh = meshes.start(config.parallel)
+    mesh = meshes.start(config.parallel, say=shell.say_for_all)
     run = _Run(asked, config, mesh, positions)
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
