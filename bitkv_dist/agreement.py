@@ -92,7 +92,7 @@ def require(mesh: Mesh, model: ServedModel, cache: CacheConfig, generate: Genera
         first, *others = found.mismatches
         more = f" (and {len(others)} more)" if others else ""
         raise RuntimeError(
-            f"rank {first.rank} (host {first.host}) differs from the others in layer {first.layer}{more}: another {first.cause}; "
-            "run the same command, files and versions on every host, and `diagnose` for the whole list"
+            f"rank {first.rank} (host {first.host}) differs from the others in layer {first.layer}{more}: "
+            f"another {first.cause}; run the same command, files and versions on every host, and `diagnose` for the whole list"
         )
     return found.rotation

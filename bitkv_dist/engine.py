@@ -230,7 +230,7 @@ class Engine:
         """Feed the pending token of each live sequence through all layers; fp32 logits [live, vocab]."""
         positions = torch.tensor([[self.cache.length(sequence)] for sequence in live], device=self.model.device)
         fed = [self.pending[sequence] for sequence in live]
-        self.fed = digest.chained(self.fed, sum(fed, []))
+        self.fed = digest.chained(self.fed, [token for tokens in fed for token in tokens])
         hidden = self.model.embed(torch.tensor(fed, device=self.model.device))
         for sequence in live:
             self.pending[sequence] = []

@@ -49,6 +49,6 @@ def _help(commands: dict[str, str]) -> str:
             *lines,
             "",
             "bitkv COMMAND --help lists a command's flags.",
-            "Several ranks: bitkv launch --help, or deepspeed --num_gpus N launch/COMMAND.py [FLAGS], or torchrun, mpirun, srun.",
+            "Several ranks: bitkv launch [FLAGS] COMMAND ..., or launch/COMMAND.py under deepspeed, torchrun, mpirun or srun.",
         ]
     )

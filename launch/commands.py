@@ -35,7 +35,9 @@ class Job:
 
 def command_line(launcher: str, job: Job, node: int = 0) -> list[str]:
     """The words that start `job`; with torchrun, its part on host number `node`. ValueError for what a launcher cannot do."""
-    return {"deepspeed": _deepspeed, "torchrun": lambda job: _torchrun(job, node), "mpirun": _mpirun, "srun": _srun}[launcher](job)
+    if launcher == "torchrun":
+        return _torchrun(job, node)
+    return {"deepspeed": _deepspeed, "mpirun": _mpirun, "srun": _srun}[launcher](job)
 
 
 def tool(name: str) -> str:
@@ -99,7 +101,7 @@ def _require_equal_slots(job: Job, who: str) -> int:
     if len(counts) > 1:
         few, many = min(job.hosts, key=lambda host: host.slots), max(job.hosts, key=lambda host: host.slots)
         raise ValueError(
-            f"hostfile: {few.name} has {few.slots} slots and {many.name} {many.slots}, but {who} starts the same number everywhere; "
-            "give all hosts the same slots or use another launcher"
+            f"hostfile: {few.name} has {few.slots} slots and {many.name} {many.slots}, but {who} starts the same number "
+            "everywhere; give all hosts the same slots or use another launcher"
         )
     return counts.pop()

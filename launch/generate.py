@@ -112,9 +112,11 @@ class _Run:
 
         from bitkv_dist import model as models
         from bitkv_dist.engine import Engine
+        from bitkv_dist.launch.display import start_up_line
 
         started = time.perf_counter()
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
+        self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
         shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
         model = models.load(generate.model, dtype=dtype, device=world.device, progress=self._load_bar, **shard)

@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
     try:
         os.execvp(words[0], words)
     except OSError as error:
-        raise ValueError(f"launcher {launcher}: {words[0]} cannot be started ({error.strerror}); install it or use another") from None
+        reason = f"{words[0]} cannot be started ({error.strerror})"
+        raise ValueError(f"launcher {launcher}: {reason}; install it or use another") from None
 
 
 def _parser() -> shell.Parser:
@@ -79,7 +80,7 @@ def _where(asked: argparse.Namespace) -> tuple[str, list[Host]]:
     allocation = "SLURM_JOB_ID" in os.environ and "SLURM_JOB_NUM_NODES" in os.environ
     if asked.hostfile:
         if asked.ranks:
-            raise ValueError(f"ranks {asked.ranks} and hostfile: the slots in the hostfile say how many ranks; leave --ranks out")
+            raise ValueError(f"ranks {asked.ranks} and hostfile: the slots of the hosts are the ranks; leave --ranks out")
         if asked.launcher == "srun":
             raise ValueError("launcher srun and hostfile: srun knows its hosts; leave --hostfile out")
         return asked.launcher or "deepspeed", read_hostfile(asked.hostfile)
@@ -141,7 +142,7 @@ def _this_node(hosts: list[Host], given: int | None) -> int:
     found = [i for i, host in enumerate(hosts) if host.is_here]
     if not found:
         raise ValueError(
-            f"launcher torchrun: host {socket.gethostname()} is not in the hostfile, and torchrun starts the ranks of one host only; "
+            f"launcher torchrun: host {socket.gethostname()} is not in the hostfile, and torchrun starts one host's ranks; "
             "run this on each host with --node-rank I, or use --launcher deepspeed"
         )
     return found[0]

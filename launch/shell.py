@@ -24,10 +24,6 @@ _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASK
 _OTHERS_FAIL_S = 1.5  # how much later than the first a rank of the same host may meet the same error
 
 
-class Terminated(BaseException):
-    """SIGTERM, raised in the main thread: a launcher ends its ranks with it when one of them has died."""
-
-
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line and exit status 2. --local_rank is taken and ignored: the environment wins."""
 
@@ -48,7 +44,7 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
     """Call `main(argv)` and end the process with its status, without waiting for destructors or for dead peers."""
     argv = sys.argv[1:] if argv is None else argv
     _leave_source_folder()
-    signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that goes away is reported once, and not by its backtraces
     try:
         status = _finish(_called(main, argv))
     except BaseException as error:
@@ -127,10 +123,6 @@ def _fail(error: BaseException, name: str, debug: bool) -> int:
     return status
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise Terminated
-
-
 def _describe(error: BaseException, name: str, mesh=None, explain: bool = False) -> tuple[int, str]:
     """(exit status, what to print; nothing where the user of a single process knows already).
 
@@ -139,21 +131,19 @@ def _describe(error: BaseException, name: str, mesh=None, explain: bool = False)
     alone = launched_size() == 1
     where = f", {mesh.where}" if mesh is not None else ""
     rank = f"rank {launched_rank()} of {launched_size()} (host {socket.gethostname()}{where})"
-    ended = {KeyboardInterrupt: (INTERRUPTED, "interrupted"), BrokenPipeError: (BROKEN_PIPE, "the reader of stdout went away")}
-    ended |= {Terminated: (TERMINATED, "terminated (SIGTERM)")}
-    lost = mesh is not None and _lost_peer(error)
-    if lost or isinstance(error, Terminated):
-        missing = mesh.who_is_missing() if mesh is not None and explain else ""
-    if type(error) in ended:
-        status, what = ended[type(error)]
-        if isinstance(error, Terminated) and missing:
-            return 1, f"bitkv: {rank}: lost {missing}"
-        return status, "" if alone else f"bitkv: {rank}: {what}"
+    terminated, lost = (False, None) if mesh is None else _from_others(error)
+    missing = mesh.who_is_missing() if explain and (terminated or lost) else ""
+    if terminated and not missing:
+        return TERMINATED, f"bitkv: {rank}: terminated (SIGTERM)"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "" if alone else f"bitkv: {rank}: interrupted"
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE, "" if alone else f"bitkv: {rank}: the reader of stdout went away"
     if isinstance(error, SystemExit):
         return (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
     if isinstance(error, ValueError):
         return 2, f"bitkv {name}: {_one_line(error)}" + (f" [{rank}]" if mesh is not None and not alone else "")
-    if lost:
+    if terminated or lost:
         return 1, f"bitkv: {rank}: lost {missing or f'another rank without a word from it ({lost})'}"
     return 1, f"bitkv: {rank}: {type(error).__name__}: {_one_line(error)}"
 
@@ -182,10 +172,14 @@ def _mesh():
     return module.current() if module else None
 
 
-def _lost_peer(error: BaseException) -> str | None:
-    from bitkv_dist.parallel.alarm import lost_peer
+def _from_others(error: BaseException) -> tuple[bool, str | None]:
+    """(whether a launcher or a person ends this rank, what happened to the connection to another rank).
 
-    return lost_peer(error)  # a rank that fails claims the report before it goes, which keeps the others quiet
+    A rank that fails claims the report before it goes: then the others, which meet its loss, stay quiet.
+    """
+    from bitkv_dist.parallel.alarm import Terminated, lost_peer
+
+    return isinstance(error, Terminated), lost_peer(error)
 
 
 def _leave_source_folder() -> None:

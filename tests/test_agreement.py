@@ -51,4 +51,5 @@ def test_who_differs_where_and_why():
         }
     )
     assert len(set(refusals)) == 1
-    assert refusals[0].startswith("rank 1 (host {}) differs from the others in layer 0 (and 2 more): another model;".format(socket.gethostname()))
+    named = f"rank 1 (host {socket.gethostname()})"
+    assert refusals[0].startswith(f"{named} differs from the others in layer 0 (and 2 more): another model;")

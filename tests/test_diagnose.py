@@ -49,6 +49,30 @@ def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path, monkeypatch)
         assert report[part] == expected[part] and report[part]["mismatches"] == []
     assert report["cache"]["pages"] == LAYERS * 2 * 4
     assert ended.out.count("all ranks agree") == 2
+    check_hosts_links_and_first_step(report, ended.out)
+    assert expected["network"]["pairs"] == [] and expected["dry_run"]["token_ids"] == report["dry_run"]["token_ids"]
+
+
+def check_hosts_links_and_first_step(report, shown):
+    ranks = report["world"]["size"]
+    for row in report["world"]["ranks"]:
+        assert row["available_bytes"] > 0 and abs(row["clock_skew_ms"]) < 1000 and len(row["config"]) == 16
+        assert {"torch", "transformers", "bitkv_dist"} <= row["versions"].keys()
+    assert report["versions"]["mismatches"] == [] == report["warnings"]
+    network = report["network"]
+    assert len(network["pairs"]) == ranks * (ranks - 1) // 2
+    assert network["exchange_bytes"] == 4 * (2 + 16) * 4  # heads of m, l and o[D], one slot of fp32
+    assert network["step_ms"] > 0 and network["exchange_us"] > 0 and network["broadcast_us"] > 0
+    assert len(report["dry_run"]["token_ids"]) == 3 and report["dry_run"]["mismatches"] == []
+    assert "network: exchange of a layer" in shown and "dry run: 3 tokens, the same everywhere" in shown
+
+
+@pytest.mark.slow
+def test_eight_ranks_in_a_minute(model, tmp_path):
+    ended, report = diagnose("torchrun", 8, model, tmp_path, "--cache")
+    assert ended.status == 0, ended.err
+    check_hosts_links_and_first_step(report, ended.out)
+    assert ended.seconds < 60
 
 
 def test_an_injected_flip_is_found_and_named(model, tmp_path):

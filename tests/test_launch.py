@@ -133,14 +133,14 @@ def test_one_host(printed):
     ("argv", "said"),
     [
         (["--ranks", "3", "generate", "--tp", "2"], "tp 2 x sp ranks/tp: the product must be the number of ranks, 3"),
-        (["--hostfile", "HOSTS", "generate", "--tp", "2", "--sp", "4"], "tp 2 x sp 4: the product must be the number of ranks, 16"),
+        (["--hostfile", "HOSTS", "generate", "--tp", "2", "--sp", "4"], "tp 2 x sp 4: the product must be .* ranks, 16"),
         (["--hostfile", "HOSTS", "generate", "--config", "1m"], "config '1m'"),
         (["generate"], "hostfile: none given"),
         (["--ranks", "2", "--launcher", "srun", "generate"], "launcher srun: there is no Slurm allocation"),
         (["--hostfile", "HOSTS", "--ranks", "2", "generate"], "ranks 2 and hostfile"),
         (["--ranks", "2", "plan"], "command 'plan': cannot be launched"),
-        (["--hostfile", "HOSTS", "--launcher", "torchrun", "generate"], "launcher torchrun: host .* is not in the hostfile"),
-        (["--hostfile", "HOSTS", "--launcher", "torchrun", "--node-rank", "2", "generate"], "node-rank 2: the hosts are numbered 0 to 1"),
+        (["--hostfile", "HOSTS", "--launcher", "torchrun", "generate"], "launcher torchrun: host .* not in the hostfile"),
+        (["--hostfile", "HOSTS", "--launcher", "torchrun", "--node-rank", "2", "generate"], "node-rank 2: .* numbered 0 to 1"),
     ],
 )  # fmt: skip
 def test_what_is_refused(argv, said, monkeypatch):

@@ -1,8 +1,8 @@
 """One failed rank ends the job: it says so in the rendezvous store, where a thread of every other rank looks twice a second.
 
-A peer that is stuck in a collective, or busy for minutes, never looks up by itself; launchers differ in whether they end it. The
-same thread keeps this rank's heart beating, watches the next rank's, and acts when the main thread cannot: on a signal, on a
-launcher that is gone. Nothing here prints: `raise_alarm` says whether *this* rank is the one to report, and `say` does it.
+A peer that is stuck in a collective, or busy for minutes, never looks up by itself; launchers differ in whether they end it.
+The same thread keeps this rank's heart beating, watches the next rank's, and acts when the main thread cannot: on a signal, on
+a launcher that is gone. Nothing here prints: `claim` says whether *this* rank is the one to report, and `say` does it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -22,12 +23,13 @@ from bitkv_dist.parallel.parents import Parents
 
 WATCH_S = 0.5  # how often a rank looks
 SILENT_S, LOADING_SILENT_S = 20.0, 60.0  # without a beat for so long a rank is given up
-ORPHAN_S = 10.0  # how long a rank lives on when the store has gone without a word
+ORPHAN_S = 10.0  # how long a rank lives on when the store does not answer
 SIGNAL_S = 3.0  # what the main thread gets to react to a signal before the watching thread does
 LAST_S = 15.0  # what it gets to leave once it has raised the alarm
 LINGER_S = 3.0  # how long a failing rank waits for the others to have seen the alarm
 _ALARM = "alarm"  # store key: "<exit code> <message>"
 _CLAIM = "claim"  # store counter: the first rank to add to it reports
+_GONE = "no answer from it; killed, stopped, out of memory or cut off"
 _SEEN = "seen"  # store counter: ranks that have seen the alarm
 ENDING = {signal.SIGINT: "interrupted (SIGINT)", signal.SIGTERM: "terminated (SIGTERM)"}
 
@@ -37,15 +39,21 @@ Say = Callable[[str, bool | None], None]  # (message, whether this rank is the o
 class Alarm:
     """`store` serves this thread's calls, `watched` (another connection to the same store) those of the watching thread."""
 
-    def __init__(self, store: dist.Store, watched: dist.Store, heart: Heart, server: str, say: Say):
-        """server: who keeps the store, for the message when it is gone."""
+    def __init__(self, store: dist.Store, watched: dist.Store, heart: Heart, agent: str | None, say: Say):
+        """agent: who keeps the store, if not rank 0."""
         self.heart, self.step_timeout_s = heart, None  # set once loading is over
-        self._store, self._watched, self._server, self._say = store, watched, server, say
+        self._store, self._watched, self._say = store, watched, say
+        self._serves, self._server = agent is None, agent or heart.name(0)
         self._over = threading.Event()
         self._leave_by: float | None = None
+        self._looks, self._acknowledged = 0, False
         self._parents, self._signals = Parents(), Signals()
-        self._watcher = threading.Thread(target=self._watch, name="bitkv-alarm", daemon=True)
-        self._watcher.start()
+        self._threads = [
+            threading.Thread(target=self._watch, name="bitkv-alarm", daemon=True),
+            threading.Thread(target=self._guard, name="bitkv-guard", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def claim(self) -> bool | None:
         """Whether this rank, which fails, is the first to: the one that prints, then calls `leave`.
@@ -58,7 +66,7 @@ class Alarm:
     def leave(self, message: str, code: int, mine: bool | None) -> None:
         """Before a failing rank exits: the rank that reports ends all others, which exit with `code`, and waits for them.
 
-        (Rank 0 may take the store with it, and the others must not go before that rank has found out who is missing.)
+        The others must not go before that rank has found out who is missing.
         """
         self._leave(self._store, message, code, mine)
 
@@ -74,64 +82,78 @@ class Alarm:
     def stop(self) -> None:
         """The run went well: nobody looks any more."""
         self._over.set()
-        self._watcher.join()  # an interpreter that ends while a thread is inside the store aborts the process
+        for thread in self._threads:
+            thread.join()  # an interpreter that ends while a thread is inside the store aborts the process
         self._signals.close()
 
     # -- the watching thread
 
     def _watch(self) -> None:
-        looks = 0
         while not self._over.wait(WATCH_S):
-            looks += 1
+            self._looks += 1
             try:
-                trouble = self._look(looks % round(BEAT_S / WATCH_S) == 0)
+                trouble = self._look(self._looks % round(BEAT_S / WATCH_S) == 0)
             except RuntimeError:  # the store is gone; the main thread notices earlier unless it is stuck
-                self._over.wait(ORPHAN_S)
-                trouble = (lambda: self._name, 1)
-            if self._leave_by and time.monotonic() > self._leave_by:
-                os._exit(1)
+                return
             if trouble and not (self._leave_by or self._over.is_set()):
                 self._end(*trouble)
 
-    def _look(self, beat: bool) -> tuple[Callable[[], str], int] | None:
-        """(what to say, exit status) when this rank has to end the job. Exits when another has ended it."""
+    def _look(self, beat: bool) -> tuple[str, int] | None:
+        """(what is wrong, exit status) when this rank has to end the job. Exits when another has ended it."""
         if self._watched.check([_ALARM]):
             code = int(self._watched.get(_ALARM).split(b" ", 1)[0])
-            self._watched.add(_SEEN, 1)
+            if not self._acknowledged:
+                self._watched.add(_SEEN, 1)
+            self._acknowledged = True
+            self._await_all(self._watched)
             if not (self._leave_by or self._over.is_set()):
                 os._exit(code)
-            self._over.wait(LAST_S)
+            return None
         if beat:
             self.heart.beat(self._watched)
         if number := self._signals.unanswered(SIGNAL_S):
-            return lambda: f"{self._name}: {ENDING[number]}", 128 + number
+            return ENDING[number], 128 + number
         if self._parents.gone():
-            return lambda: f"{self._name}: its launcher is gone", 128 + signal.SIGTERM
+            return "its launcher is gone", 128 + signal.SIGTERM
         if not beat:
             return None
         loading = self.step_timeout_s is None
         if self.heart.next_is_silent(self._watched, LOADING_SILENT_S if loading else SILENT_S):
-            return lambda: self._name, 1
+            return "lost another rank", 1
         # A collective that knows its own timeout tells the main thread; one that does not leaves it to two of the ranks.
         if not loading and self.heart.rank < 2 and self.heart.idle_s > self.step_timeout_s + SIGNAL_S:
-            why = self._explained(self._watched, self._wait)
-            return (lambda: f"{self._name}: {why}", 1) if why else None
+            return ("waits in vain", 1) if self._explained(self._watched, self._wait) else None
         return None
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._over.wait(WATCH_S):
+            self._looks += 1
             self.heart.beat(self._watched)
 
-    def _end(self, what: Callable[[], str], code: int) -> None:
+    def _end(self, what: str, code: int) -> None:
         mine = self._claim(self._watched)
-        message = what()
-        if mine is not False and (why := self._explained(self._watched, self._wait)) and why not in message:
+        message = f"{self._name}: {what}"
+        if mine is not False and code != 128 + signal.SIGINT and (why := self._explained(self._watched, self._wait)):
             message = f"{message}: {why}"
         with contextlib.suppress(OSError, ValueError):
             self._say(f"bitkv: {message}", mine)
         self._leave(self._watched, message, code, mine)
         os._exit(code)
+
+    # -- the guard, which touches no store: a call into one that is out of reach returns after minutes
+
+    def _guard(self) -> None:
+        seen = ticks = 0
+        while not self._over.wait(WATCH_S):
+            ticks = ticks + 1 if self._looks == seen else 0
+            seen = self._looks
+            if self._leave_by and time.monotonic() > self._leave_by:
+                os._exit(1)
+            if ticks * WATCH_S > ORPHAN_S and not self._leave_by:
+                with contextlib.suppress(OSError, ValueError):
+                    self._say(f"bitkv: {self._name}: lost {self._server}, which keeps the rendezvous store: {_GONE}", None)
+                os._exit(1)
 
     @property
     def _name(self) -> str:
@@ -149,31 +171,50 @@ class Alarm:
         with contextlib.suppress(RuntimeError):
             if mine:
                 store.set(_ALARM, f"{code} {message}")
-            until = time.monotonic() + (LINGER_S if mine else LAST_S)
-            while time.monotonic() < until:
-                if store.add(_SEEN, 0) >= len(self.heart.roll) - 1 if mine else store.check([_ALARM]):
-                    break
-                time.sleep(0.1)
+            _until(lambda: store.check([_ALARM]), LAST_S)
+            self._await_all(store, mine)
+
+    def _await_all(self, store: dist.Store, mine: bool | None = False) -> None:
+        """The rank that reports, and the one that keeps the store, leave last: others would take the loss for the cause."""
+        if mine or (self._serves and self.heart.rank == 0):
+            _until(lambda: store.add(_SEEN, 0) >= len(self.heart.roll) - 1, LINGER_S)
 
     def _explained(self, store: dist.Store, wait: Callable[[float], object]) -> str:
         try:
             return self.heart.who_is_missing(store, wait) or ""
         except RuntimeError:
-            return f"{self._server} is gone, and the rendezvous store with it: killed, out of memory or cut off from the network"
+            return f"{self._server}, which keeps the rendezvous store: {_GONE}"
+
+
+def _until(reached: Callable[[], bool], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while not reached() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised in the main thread: a launcher ends its ranks with it when one of them has died."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise Terminated
 
 
 class Signals:
-    """SIGINT and SIGTERM as they arrive, also while the main thread is inside a collective and runs no Python handler."""
+    """SIGINT and SIGTERM as they arrive, also while the main thread is inside a collective and runs no Python handler.
+
+    From here on SIGTERM raises Terminated, so that this rank may say whom it lost before it goes.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
         self._read = None
         if threading.current_thread() is threading.main_thread():
-            self._read, write = socket.socketpair()
-            self._read.setblocking(False)
-            write.setblocking(False)
-            self._write = write
-            signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+            self._before = signal.signal(signal.SIGTERM, _terminate)
+            self._read, self._write = socket.socketpair()
+            for end in (self._read, self._write):
+                end.setblocking(False)
+            signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
 
     def unanswered(self, patience_s: float) -> int | None:
         """The number of a signal that came so long ago."""
@@ -188,6 +229,7 @@ class Signals:
 
     def close(self) -> None:
         if self._read is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
             signal.set_wakeup_fd(-1)
             self._read.close()
             self._write.close()

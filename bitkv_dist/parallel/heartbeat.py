@@ -83,12 +83,12 @@ class Heart:
         after = self._read_all(store)
         silent = [rank for rank in range(len(self.roll)) if after[rank] == before[rank] and rank != self.rank]
         if silent:
-            return f"{self._named(silent, after)}: no sign of life, killed, out of memory or cut off from the network"
+            return f"{self._named(silent, after, 'last in ')}: no sign of life; killed, stopped, out of memory or cut off"
         behind = [rank for rank, beat in enumerate(after) if beat.exchanges < self.pulse.exchanges]
         if behind and after[behind[0]].idle_s >= BEAT_S:
             first = min(behind, key=lambda rank: after[rank].exchanges)
-            waiting = f"for {after[first].idle_s} s not in exchange {after[first].exchanges + 1}"
-            return f"{self._named([first], after)}: {waiting} that the others wait in, so it hangs or is far slower than they are"
+            missed = f"for {after[first].idle_s} s not in exchange {after[first].exchanges + 1}, where others wait"
+            return f"{self._named([first], after)}: {missed}; it hangs, or is far slower than they are"
         return None
 
     def who_differs(self, store: dist.Store, wait: Callable[[float], object] = time.sleep) -> str | None:
@@ -101,8 +101,8 @@ class Heart:
     def name(self, rank: int) -> str:
         return self.roll[rank].name
 
-    def _named(self, ranks: list[int], beats: list[Beat]) -> str:
-        named = [self.roll[rank].name.replace(")", f", {beats[rank].where})") for rank in ranks[:4]]
+    def _named(self, ranks: list[int], beats: list[Beat], when: str = "") -> str:
+        named = [f"rank {rank} (host {self.roll[rank].host}, {when}{beats[rank].where})" for rank in ranks[:4]]
         return ", ".join(named) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
     def _read_all(self, store: dist.Store) -> list[Beat]:

@@ -18,7 +18,7 @@ from bitkv_dist.config import ParallelConfig
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.alarm import Alarm, Say
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
-from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, mpi_rendezvous
+from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, interruptible, mpi_rendezvous
 from bitkv_dist.parallel.world import World, choose_device, choose_grid, discover, threads_per_rank
 
 
@@ -47,15 +47,16 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
     heart, alarm = Heart(Pulse(), place.rank), None
     heart.roll = [me]
     if place.size > 1:
-        if place.launcher != "mpirun":
-            address, store = env_rendezvous(place, parallel)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job must not read the keys of the dead one
-        store = dist.PrefixStore(f"bitkv/{attempt}", store)
-        heart.beat(store)
-        heart.roll = roll.call(store, me, parallel.start_timeout_s)
-        _join(store, world, parallel)
+        with interruptible():
+            if place.launcher != "mpirun":
+                address, store = env_rendezvous(place, parallel)
+            store = dist.PrefixStore(f"bitkv/{attempt}", store)
+            heart.beat(store)
+            heart.roll = roll.call(store, me, parallel.start_timeout_s)
+            _join(store, world, parallel)
         watched = dist.PrefixStore(f"bitkv/{attempt}", dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30)))
-        alarm = Alarm(store, watched, heart, f"torchrun's agent at {address[0]}" if agent_serves() else heart.name(0), say)
+        alarm = Alarm(store, watched, heart, f"torchrun's agent at {address[0]}" if agent_serves() else None, say)
     _current = Mesh(world, tp, sp, parallel, heart, alarm, check_shapes=check_shapes)
     return _current
 

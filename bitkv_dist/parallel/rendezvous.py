@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +19,19 @@ from bitkv_dist.parallel.world import Place, discover, env_address, slurm_addres
 def env_rendezvous(place: Place, parallel: ParallelConfig) -> tuple[tuple[str, int], dist.TCPStore]:
     address = slurm_address() if place.launcher == "slurm" else env_address()
     return address, _store(*address, place.rank == 0 and not agent_serves(), parallel.start_timeout_s)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends the process at once: Python's own handler would wait until the store answers, for minutes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def agent_serves() -> bool:
