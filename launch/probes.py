@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.engine import Engine
@@ -75,8 +74,7 @@ def network(mesh: Mesh, model: ServedModel) -> dict:
     }
     step_us = model.layers * found["exchange_us"] + found["broadcast_us"]
     if mesh.tp > 1:
-        group = mesh.tp_mesh.get_group()
-        found["all_reduce_us"] = links.collective_s(mesh, lambda: dist.all_reduce(hidden, group=group)) * 1e6
+        found["all_reduce_us"] = links.collective_s(mesh, lambda: links.all_reduce_tp(mesh, hidden)) * 1e6
         step_us += 2 * model.layers * found["all_reduce_us"]
     return found | {"step_ms": step_us / 1e3}
 

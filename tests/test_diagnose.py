@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from ranks import ROOT, launched, run_command
+from ranks import ROOT, free_port, launched, run_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitkv_dist.launch.diagnose import main
@@ -113,6 +113,17 @@ def test_what_the_run_cannot_do_is_refused(model, monkeypatch, args, said):
 def test_bad_flags_are_refused_in_one_line(args, said):
     ended = run_command([sys.executable, "-O", DIAGNOSE, *args])
     assert (ended.status, ended.out, ended.err) == (2, "", f"bitkv diagnose: {said}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
+def test_what_bitkv_launch_starts(launcher, model, tmp_path):
+    report = tmp_path / "report.json"
+    where = ["--ranks", "2", "--launcher", launcher, "--master-port", str(free_port())]
+    command = ["diagnose", "--model", str(model), "--device", "cpu", "--json", str(report)]
+    ended = run_command([sys.executable, ROOT / "launch" / "launch.py", *where, *command])
+    assert ended.status == 0 and f"2 ranks on 1 hosts (localhost: 2), tp 1 x sp 2, by {launcher}" in ended.err, ended.err
+    assert json.loads(report.read_text())["world"]["launcher"] == launcher
 
 
 @pytest.mark.slow

@@ -170,6 +170,7 @@ class Alarm:
     def _leave(self, store: dist.Store, message: str, code: int, mine: bool | None) -> None:
         with contextlib.suppress(RuntimeError):
             if mine:
+                self._acknowledged = True  # the others are counted
                 store.set(_ALARM, f"{code} {message}")
             _until(lambda: store.check([_ALARM]), LAST_S)
             self._await_all(store, mine)
