@@ -23,6 +23,14 @@ from bitkv_dist.launch.hostfile import Host, read_hostfile
 
 NAME = "launch"
 PROGRAMS = ("generate", "diagnose")
+RUNNERS = ("pdsh", "openmpi", "mpich")
+DEFAULT_PORT = 29500  # of deepspeed and torchrun
+_READ_BY = {  # what only some launchers read
+    "master_addr": ("deepspeed", "torchrun"),
+    "master_port": ("deepspeed", "torchrun"),
+    "runner": ("deepspeed",),
+    "node_rank": ("torchrun",),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -30,10 +38,12 @@ def main(argv: list[str]) -> int:
     if asked.program not in PROGRAMS:
         raise ValueError(f"command {asked.program!r}: cannot be launched on several ranks; use one of {', '.join(PROGRAMS)}")
     launcher, hosts = _where(asked)
+    _refuse_unread(asked, launcher)
     ranks = sum(host.slots for host in hosts)
     tp, sp, arguments = _grid(asked.arguments, ranks)
     script = Path(__file__).resolve().with_name(f"{asked.program}.py")
-    job = Job(hosts, asked.hostfile, asked.master_addr or hosts[0].name, asked.master_port, script, arguments, asked.runner)
+    address = (asked.master_addr or hosts[0].name, asked.master_port or DEFAULT_PORT)
+    job = Job(hosts, asked.hostfile, *address, script, arguments, asked.runner or RUNNERS[0])
     shell.say(f"bitkv launch: {ranks} ranks on {len(hosts)} hosts ({_listed(hosts)}), tp {tp} x sp {sp}, by {launcher}")
     if asked.print:
         for node in range(len(hosts)) if launcher == "torchrun" else (0,):
@@ -57,11 +67,9 @@ def _parser() -> shell.Parser:
     parser.add_argument("--hostfile", metavar="FILE", help="HOST slots=N lines; without it a Slurm allocation, or this host")
     parser.add_argument("--ranks", type=_count, metavar="N", help="ranks on each host of an allocation, or on this host")
     parser.add_argument("--launcher", choices=LAUNCHERS, help="srun in a Slurm allocation, deepspeed elsewhere")
-    parser.add_argument(
-        "--runner", choices=("pdsh", "openmpi", "mpich"), default="pdsh", help="how deepspeed reaches other hosts (pdsh)"
-    )
+    parser.add_argument("--runner", choices=RUNNERS, help=f"how deepspeed reaches other hosts ({RUNNERS[0]})")
     parser.add_argument("--master-addr", "--master_addr", metavar="HOST", help="where rank 0 runs: the first host")
-    parser.add_argument("--master-port", "--master_port", type=_count, default=29500, metavar="PORT", help="a free one (29500)")
+    parser.add_argument("--master-port", "--master_port", type=_count, metavar="PORT", help=f"a free one ({DEFAULT_PORT})")
     parser.add_argument("--node-rank", type=int, metavar="I", help="torchrun: this host's number, if not found by its name")
     parser.add_argument("--print", action="store_true", help="show the command instead of running it")
     parser.add_argument("program", metavar="COMMAND", help=", ".join(PROGRAMS))
@@ -91,6 +99,14 @@ def _where(asked: argparse.Namespace) -> tuple[str, list[Host]]:
     if not asked.ranks:
         raise ValueError("hostfile: none given; use --hostfile FILE, --ranks N for this host alone, or a Slurm allocation")
     return asked.launcher or "deepspeed", [Host("localhost", asked.ranks)]
+
+
+def _refuse_unread(asked: argparse.Namespace, launcher: str) -> None:
+    for name, readers in _READ_BY.items():
+        value = getattr(asked, name)
+        if value is not None and launcher not in readers:
+            known = " and ".join(readers) if len(readers) > 1 else f"{readers[0]} alone"
+            raise ValueError(f"{name.replace('_', '-')} {value}: read by {known}, not by {launcher}; leave it out")
 
 
 def _allocation(ranks: int | None) -> list[Host]:

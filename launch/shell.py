@@ -117,7 +117,7 @@ def _fail(error: BaseException, name: str, debug: bool) -> int:
         status, message = _describe(error, name, mesh, explain=mine is not False)
         if message:
             say_for_all(message, mine)
-        mesh.leave(message, status, mine)
+        mesh.leave(status, mine)
     if debug and not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     return status

@@ -13,11 +13,9 @@ from collections.abc import Callable
 
 from bitkv_dist.launch import shell
 
-AT_CALL = 3
-
 
 def main(argv: list[str]) -> int:
-    fault, rank, *flags = argv
+    fault, rank, *flags = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed puts it first
     print(f"pid {os.getpid()}", file=sys.stderr, flush=True)
     if shell.launched_rank() == int(rank):
         flags = FLAGS.get(fault, lambda flags: flags)(flags)
@@ -29,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def happen(place: str, act: Callable) -> None:
-    """Do `act` in the third call of a function of the engine."""
+    """Do `act` in the third call of a function of the engine; in the second of those that are called once per layer."""
     from bitkv_dist import prefill
     from bitkv_dist.engine import Engine
     from bitkv_dist.parallel import roll
@@ -45,7 +43,7 @@ def happen(place: str, act: Callable) -> None:
     def wrapped(*args, **kwargs):
         calls.append(1)
         result = real(*args, **kwargs)
-        if place == "versions" or len(calls) == AT_CALL:
+        if place == "versions" or len(calls) == (2 if place == "prefill" else 3):
             print(f"fault at {time.time()}", file=sys.stderr, flush=True)
             return act(result)
         return result

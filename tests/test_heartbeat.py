@@ -1,6 +1,8 @@
 """The roll call, the signs of life and what is concluded from them, without processes: every rank is a view of one store."""
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +12,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from bitkv_dist.parallel import roll
+from bitkv_dist.parallel import parents, roll
 from bitkv_dist.parallel.heartbeat import BEAT_S, Heart, Pulse
 
-ENTRY = roll.Entry(0, "a", 1, "cpu", 1, 3, 1, 3, "gloo")
+ENTRY = roll.Entry(0, "a", 1, 0, "cpu", 1, 3, 1, 3, "gloo")
 ROLL = [replace(ENTRY, rank=rank, host="ab"[rank // 2]) for rank in range(3)]
 
 
@@ -118,3 +120,15 @@ def test_a_launcher_that_is_gone(tmp_path):
     shell.kill()
     shell.wait()
     assert shell.stdout.readline() == "False\n"
+
+
+def test_only_the_very_process_is_ended():
+    stopped = subprocess.Popen(["sleep", "100"])
+    stopped.send_signal(signal.SIGSTOP)
+    born = parents.birth(stopped.pid)
+    for pid, began in ((stopped.pid, born + 1), (stopped.pid, 0), (os.getpid(), parents.birth(os.getpid()))):
+        parents.end(pid, began)
+    assert stopped.poll() is None and born > 0
+    parents.end(stopped.pid, born)
+    assert stopped.wait(timeout=5) == -signal.SIGKILL
+    parents.end(stopped.pid, born)  # nobody of that number

@@ -138,6 +138,8 @@ def test_one_host(printed):
         (["generate"], "hostfile: none given"),
         (["--ranks", "2", "--launcher", "srun", "generate"], "launcher srun: there is no Slurm allocation"),
         (["--hostfile", "HOSTS", "--ranks", "2", "generate"], "ranks 2 and hostfile"),
+        (["--ranks", "2", "--launcher", "mpirun", "--master-port", "7", "generate"], "master-port 7: read by deepspeed"),
+        (["--ranks", "2", "--node-rank", "0", "generate"], "node-rank 0: read by torchrun alone, not by deepspeed"),
         (["--ranks", "2", "plan"], "command 'plan': cannot be launched"),
         (["--hostfile", "HOSTS", "--launcher", "torchrun", "generate"], "launcher torchrun: host .* not in the hostfile"),
         (["--hostfile", "HOSTS", "--launcher", "torchrun", "--node-rank", "2", "generate"], "node-rank 2: .* numbered 0 to 1"),

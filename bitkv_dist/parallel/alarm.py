@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from bitkv_dist.parallel.heartbeat import BEAT_S, Heart
-from bitkv_dist.parallel.parents import Parents
+from bitkv_dist.parallel.parents import Parents, end
 
 WATCH_S = 0.5  # how often a rank looks
 SILENT_S, LOADING_SILENT_S = 20.0, 60.0  # without a beat for so long a rank is given up
@@ -27,7 +27,7 @@ ORPHAN_S = 10.0  # how long a rank lives on when the store does not answer
 SIGNAL_S = 3.0  # what the main thread gets to react to a signal before the watching thread does
 LAST_S = 15.0  # what it gets to leave once it has raised the alarm
 LINGER_S = 3.0  # how long a failing rank waits for the others to have seen the alarm
-_ALARM = "alarm"  # store key: "<exit code> <message>"
+_ALARM = "alarm"  # store key: "<exit code> <the ranks that were given up>"
 _CLAIM = "claim"  # store counter: the first rank to add to it reports
 _GONE = "no answer from it; killed, stopped, out of memory or cut off"
 _SEEN = "seen"  # store counter: ranks that have seen the alarm
@@ -63,12 +63,12 @@ class Alarm:
         self._leave_by = time.monotonic() + LAST_S
         return self._claim(self._store)
 
-    def leave(self, message: str, code: int, mine: bool | None) -> None:
+    def leave(self, code: int, mine: bool | None) -> None:
         """Before a failing rank exits: the rank that reports ends all others, which exit with `code`, and waits for them.
 
         The others must not go before that rank has found out who is missing.
         """
-        self._leave(self._store, message, code, mine)
+        self._leave(self._store, code, mine)
 
     def who_is_missing(self) -> str:
         """The ranks that went away or hang, as far as the others can tell; empty when they cannot."""
@@ -101,8 +101,9 @@ class Alarm:
     def _look(self, beat: bool) -> tuple[str, int] | None:
         """(what is wrong, exit status) when this rank has to end the job. Exits when another has ended it."""
         if self._watched.check([_ALARM]):
-            code = int(self._watched.get(_ALARM).split(b" ", 1)[0])
+            code, *given_up = map(int, self._watched.get(_ALARM).split())
             if not self._acknowledged:
+                self._end_stopped(given_up)
                 self._watched.add(_SEEN, 1)
             self._acknowledged = True
             self._await_all(self._watched)
@@ -138,7 +139,7 @@ class Alarm:
             message = f"{message}: {why}"
         with contextlib.suppress(OSError, ValueError):
             self._say(f"bitkv: {message}", mine)
-        self._leave(self._watched, message, code, mine)
+        self._leave(self._watched, code, mine)
         os._exit(code)
 
     # -- the guard, which touches no store: a call into one that is out of reach returns after minutes
@@ -167,13 +168,22 @@ class Alarm:
         except RuntimeError:
             return None
 
-    def _leave(self, store: dist.Store, message: str, code: int, mine: bool | None) -> None:
+    def _leave(self, store: dist.Store, code: int, mine: bool | None) -> None:
         with contextlib.suppress(RuntimeError):
             if mine:
                 self._acknowledged = True  # the others are counted
-                store.set(_ALARM, f"{code} {message}")
+                self._end_stopped(self.heart.given_up)
+                store.set(_ALARM, " ".join(map(str, (code, *self.heart.given_up))))
             _until(lambda: store.check([_ALARM]), LAST_S)
             self._await_all(store, mine)
+
+    def _end_stopped(self, given_up: list[int]) -> None:
+        """A rank of this host that does not even beat would not see the alarm either."""
+        here = self.heart.roll[self.heart.rank].host
+        for entry in (self.heart.roll[rank] for rank in given_up):
+            if entry.host == here:
+                with contextlib.suppress(OSError):
+                    end(entry.pid, entry.born)
 
     def _await_all(self, store: dist.Store, mine: bool | None = False) -> None:
         """The rank that reports, and the one that keeps the store, leave last: others would take the loss for the cause."""

@@ -53,6 +53,7 @@ class Heart:
     def __init__(self, pulse: Pulse, rank: int) -> None:
         self.pulse, self.rank = pulse, rank
         self.roll: list[Entry] = []  # filled in once all ranks have answered
+        self.given_up: list[int] = []  # ranks that who_is_missing found silent
         self._count, self._moved = 0, (pulse.exchanges, time.monotonic())
         self._seen = (-1, 0)  # the next rank's count, and how many looks ago it was new
 
@@ -83,6 +84,7 @@ class Heart:
         after = self._read_all(store)
         silent = [rank for rank in range(len(self.roll)) if after[rank] == before[rank] and rank != self.rank]
         if silent:
+            self.given_up = silent
             return f"{self._named(silent, after, 'last in ')}: no sign of life; killed, stopped, out of memory or cut off"
         behind = [rank for rank, beat in enumerate(after) if beat.exchanges < self.pulse.exchanges]
         if behind and after[behind[0]].idle_s >= BEAT_S:

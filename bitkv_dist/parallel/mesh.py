@@ -18,6 +18,7 @@ from bitkv_dist.config import ParallelConfig
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.alarm import Alarm, Say
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
+from bitkv_dist.parallel.parents import birth
 from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, interruptible, mpi_rendezvous
 from bitkv_dist.parallel.world import World, choose_device, choose_grid, discover, threads_per_rank
 
@@ -43,7 +44,8 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = World(*place[:4], socket.gethostname(), place.launcher, backend, device, torch.get_num_threads())
-    me = roll.Entry(place.rank, world.host, os.getpid(), str(device), world.threads, place.size, tp, sp, backend)
+    process = (os.getpid(), birth(os.getpid()))
+    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend)
     heart, alarm = Heart(Pulse(), place.rank), None
     heart.roll = [me]
     if place.size > 1:
@@ -211,10 +213,10 @@ class Mesh:
         """For a failure that only says that others went away: which, where and since when, or an empty text. Takes seconds."""
         return self._alarm.who_is_missing() if self._alarm else ""
 
-    def leave(self, message: str, code: int, mine: bool | None) -> None:
+    def leave(self, code: int, mine: bool | None) -> None:
         """End the job: every other rank exits with `code` within a second; `mine`: what `claim` said."""
         if self._alarm is not None:
-            self._alarm.leave(message, code, mine)
+            self._alarm.leave(code, mine)
 
     def close(self) -> None:
         """All ranks together, after a run that went well."""

@@ -1,9 +1,14 @@
-"""The launchers above this process. A runner that is killed does not always take its ranks along (SIGTERM to `deepspeed` does
-not even reach them): they must notice by themselves that nobody waits for them any more."""
+"""Other processes of this job on this host: the launchers above this one, and ranks beside it.
+
+A runner that is killed does not always take its ranks along (SIGTERM to `deepspeed` does not even reach them): they must notice
+by themselves that nobody waits for them any more. And a rank that was stopped ends by no signal of a launcher's but SIGKILL,
+which comes half a minute late.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 _LAUNCHERS = {
@@ -40,7 +45,23 @@ def _parent_of(pid: int) -> int:
     """0 when there is no such process, or no /proc."""
     if pid == os.getpid():
         return os.getppid()
+    return _status(pid, 1)
+
+
+def birth(pid: int) -> int:
+    """When a process of this host began, in clock ticks since the host did; 0 when there is none, or no /proc."""
+    return _status(pid, 19)
+
+
+def end(pid: int, born: int) -> None:
+    """Kill a rank that was given up, if the process of that number is still the one that began then."""
+    if born and birth(pid) == born and pid != os.getpid():
+        os.kill(pid, signal.SIGKILL)
+
+
+def _status(pid: int, field: int) -> int:
+    """A number behind the name in /proc/PID/stat."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field])
     except (OSError, ValueError):
         return 0

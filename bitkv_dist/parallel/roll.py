@@ -28,6 +28,7 @@ class Entry:
     rank: int
     host: str
     pid: int
+    born: int  # see parents.birth
     device: str
     threads: int
     size: int
