@@ -14,6 +14,7 @@ import numpy as np
 
 from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.kernels import dispatch
+from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.digest import as_int64, config_digest, digest64, layer_digests, odd_ones, whole
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.rotation import sign_words
@@ -27,9 +28,10 @@ class Mismatch:
     """Rank `rank` disagrees with the others about layer `layer` because of `cause`."""
 
     rank: int
+    host: str
     layer: int
     digest: str
-    cause: str  # configuration | model | kernels | generate settings | rotation words
+    cause: str  # configuration | model | kernels | generate settings | version of LIBRARY | rotation words
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,25 @@ def compare(
     rotation = whole(digests)
     kernels = digest64(" ".join(dispatch.backend(model.device)).encode())  # the reason names the GPU's architecture
     settings = digest64(f"{generate} {model.dtype}".encode())
-    if mesh.all_equal(as_int64(np.array([rotation, kernels, settings], dtype=np.uint64))):
+    installed = roll.versions()
+    libraries = {f"version of {name}": digest64(installed[name].encode()) for name in roll.COMPARED_VERSIONS}
+    compared = [rotation, kernels, settings, *libraries.values()]
+    if mesh.all_equal(as_int64(np.array(compared, dtype=np.uint64))):
         return Agreement(f"{rotation:016x}", [])
     inputs = {
         "configuration": config_digest(cache),
         "model": model.fingerprint,
         "kernels": kernels,
         "generate settings": settings,
-    }
-    everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs))
-    causes = odd_ones([theirs for _, theirs in everyone])
+    } | libraries
+    everyone = mesh.gather_objects((dict(enumerate(digests.tolist())), inputs, mesh.world.host))
+    causes = odd_ones([theirs for _, theirs, _ in everyone])
     mismatches = []
-    odd = odd_ones([theirs for theirs, _ in everyone]) or [(rank, 0) for rank, _ in causes]
+    odd = odd_ones([theirs for theirs, _, _ in everyone])
+    odd += sorted({(rank, 0) for rank, _ in causes} - {(rank, 0) for rank, _ in odd})
     for rank, layer in odd:
         cause = " and ".join(what for odd_rank, what in causes if odd_rank == rank) or "rotation words"
-        mismatches.append(Mismatch(rank, layer, f"{everyone[rank][0][layer]:016x}", cause))
+        mismatches.append(Mismatch(rank, everyone[rank][2], layer, f"{everyone[rank][0][layer]:016x}", cause))
     return Agreement(f"{rotation:016x}", mismatches)
 
 
@@ -86,7 +92,7 @@ def require(mesh: Mesh, model: ServedModel, cache: CacheConfig, generate: Genera
         first, *others = found.mismatches
         more = f" (and {len(others)} more)" if others else ""
         raise RuntimeError(
-            f"rank {first.rank} differs from the others in layer {first.layer}{more}: another {first.cause}; "
-            "run the same command, files and versions on every host, and `diagnose` for the whole list"
+            f"rank {first.rank} (host {first.host}) differs from the others in layer {first.layer}{more}: "
+            f"another {first.cause}; run the same command, files and versions on every host, and `diagnose` for the whole list"
         )
     return found.rotation

@@ -196,7 +196,7 @@ class ParallelConfig:
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
     start_timeout_s: float = 600.0
-    step_timeout_s: float = 120.0
+    step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -68,6 +68,7 @@ class Engine:
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
         self.histories: list[list[int]] = []
         self.ended: dict[int, str] = {}  # sequences that do not go on before another turn, and why
+        self.fed = 0  # digest of all tokens that were fed to the model, in order
         if generate.warmup:
             self.warm_up()
 
@@ -122,6 +123,7 @@ class Engine:
 
         others: engines of the same model whose caches are filled along, which an exact prefill can do at little cost.
         """
+        self.mesh.mark("prefill")
         for engine in (self, *others):
             engine.open(prompts)
         if self.prefill == "packed":
@@ -153,6 +155,9 @@ class Engine:
             raise ValueError("generate.graph true: plain torch attends to this cache (see kernel.reason); leave it false")
         self.sampler = Sampler(self.model.generation_config, self.config, sorted(self.eos), self.model.device)
         self.histories = [list(prompt) for prompt in prompts]
+        self.fed = 0
+        for prompt in prompts:
+            self.fed = digest.chained(self.fed, prompt)
         self.pending = [[] for _ in prompts]
         self.ended = {}
         self.reserve(list(map(len, prompts)))
@@ -170,7 +175,10 @@ class Engine:
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
+        self.mesh.mark("prefill")
         turns = [pending + prompt for pending, prompt in zip(self.pending, prompts, strict=True)]
+        for turn in turns:
+            self.fed = digest.chained(self.fed, turn)
         held = [self.cache.length(sequence) for sequence in range(self.cache.sequences)]
         self.check_lengths(turns, held)
         self.reserve([length + len(turn) for length, turn in zip(held, turns, strict=True)])
@@ -237,6 +245,7 @@ class Engine:
                 result.first_token_s = time.perf_counter() - started
             if not live:
                 break
+            self.mesh.mark(f"step {step + 1}")
             logits = self.step(live)
         result.decoded_tokens = sum(map(len, result.token_ids)) - sum(map(bool, result.token_ids))
         if result.decoded_tokens:
@@ -244,7 +253,10 @@ class Engine:
         return result
 
     def choose(self, logits: torch.Tensor, live: list[int], result: Result, on_token: OnToken | None) -> list[tuple[int, int]]:
-        """(token, state) of each live sequence: rank 0 decides, all ranks follow."""
+        """(token, state) of each live sequence: rank 0 decides, all ranks follow.
+
+        The same broadcast compares what the ranks were fed, so that one which went astray is found in that step.
+        """
         if not torch.isfinite(logits).all():
             layer = self.cache.first_nonfinite_layer()
             where = "after the last attention" if layer is None else f"first in the attention of layer {layer}"
@@ -263,11 +275,13 @@ class Engine:
                     )
                     state = LENGTH if full else RUNNING
                 decided[row] = torch.tensor((token, state))
-        return [tuple(row) for row in self.mesh.broadcast_tensor(decided).tolist()]
+        shapes = [len(logits), *live, *map(self.cache.length, live), *map(self.cache.sealed_tokens, live)]
+        return [tuple(row) for row in self.mesh.broadcast_checked(decided, digest.chained(self.fed, shapes)).tolist()]
 
     def step(self, live: list[int]) -> torch.Tensor:
         """Feed the pending token of each live sequence through all layers; fp32 logits [live, vocab]."""
         tokens = [self.pending[sequence].pop() for sequence in live]
+        self.fed = digest.chained(self.fed, tokens)
         tables = self.cache.step_tables(live)
         self.cache.step = Step(live, count_reads=True, decode=True, tables=tables)
         if tables is None:

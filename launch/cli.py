@@ -11,7 +11,8 @@ from bitkv_dist.launch import shell
 
 COMMANDS = {
     "generate": "continue one or several prompts with a packed cache",
-    "diagnose": "check that all ranks agree on seeds, configuration and sealed bytes",
+    "launch": "start a command on several hosts, or show what would start it",
+    "diagnose": "check hosts, links and libraries, and that all ranks agree, before a long job",
     "evaluate": "perplexity, retrieval and drift against the exact cache",
     "calibrate": "fit a cache to a model on a text of yours",
     "plan": "what fits on given GPUs, and how fast it decodes",
@@ -48,6 +49,6 @@ def _help(commands: dict[str, str]) -> str:
             *lines,
             "",
             "bitkv COMMAND --help lists a command's flags.",
-            "Several ranks: deepspeed --num_gpus N launch/COMMAND.py [FLAGS], or the same with torchrun or mpirun.",
+            "Several ranks: bitkv launch [FLAGS] COMMAND ..., or launch/COMMAND.py under deepspeed, torchrun, mpirun or srun.",
         ]
     )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bitkv_dist.parallel.roll import Entry
 from bitkv_dist.text import TextStream
 
 MIB = 1 << 20
@@ -82,6 +83,12 @@ class Texts:
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+
+def start_up_line(entry: Entry) -> str:
+    """What one rank runs on."""
+    threads = f"{entry.threads} thread" + ("s" if entry.threads != 1 else "")
+    return f"bitkv: {entry.name} on {entry.device}, backend {entry.backend}, {threads}"
 
 
 def summary(report: dict[str, Any]) -> list[str]:

@@ -27,6 +27,8 @@ _GRID = (
     ("--tp", "parallel.tp", "tensor-parallel ranks"),
     ("--sp", "parallel.sp", "sequence-parallel ranks; all ranks / tp without it"),
     ("--device", "parallel.device", "auto, cpu or cuda"),
+    ("--start-timeout", "parallel.start_timeout_s", "seconds that ranks wait for each other while they start and load"),
+    ("--step-timeout", "parallel.step_timeout_s", "seconds that they wait for each other afterwards"),
 )
 
 

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     model_config = models.check(config.generate.model, config.parallel.tp)
     positions = models.max_positions_of(model_config)
     config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
-    mesh = meshes.start(config.parallel)
+    mesh = meshes.start(config.parallel, say=shell.say_for_all)
     run = _Run(asked, config, mesh, positions)
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
@@ -124,9 +124,11 @@ class _Run:
 
         from bitkv_dist import model as models
         from bitkv_dist.engine import Engine
+        from bitkv_dist.launch.display import start_up_line
 
         started = time.perf_counter()
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
+        self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
         shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
         model = models.load(generate.model, dtype=dtype, device=world.device, weights=generate.weights, progress=self._load_bar, **shard)

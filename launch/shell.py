@@ -1,6 +1,6 @@
 """What every launch script shares: flags that fail in one line, and an end that is one clear message and no hang.
 
-Exit status: 0 fine, 1 something broke, 2 bad input, 130 interrupted, 141 the reader of stdout went away.
+Exit status: 0 fine, 1 something broke, 2 bad input, 130 interrupted, 141 the reader of stdout went away, 143 terminated.
 Only the standard library is imported here, so that --help and bad flags answer at once.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _OTHERS_FAIL_S = 1.5  # how much later than the first a rank of the same host may meet the same error
@@ -43,6 +44,7 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
     """Call `main(argv)` and end the process with its status, without waiting for destructors or for dead peers."""
     argv = sys.argv[1:] if argv is None else argv
     _leave_source_folder()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that goes away is reported once, and not by its backtraces
     try:
         status = _finish(_called(main, argv))
     except BaseException as error:
@@ -54,6 +56,13 @@ def say(message: str) -> None:
     """One line on stderr, whole even when several ranks write."""
     sys.stderr.write(message + "\n")
     sys.stderr.flush()
+
+
+def say_for_all(message: str, mine: bool | None) -> None:
+    """`say` in the rank that is the one to report; where nobody can know (None), in one of each host."""
+    with contextlib.ExitStack() as until_all_know:
+        if _speaks_for_host(until_all_know) if mine is None else mine:
+            say(message)
 
 
 def output_file(text: str) -> Path:
@@ -96,34 +105,46 @@ def _finish(status: int) -> int:
 
 def _fail(error: BaseException, name: str, debug: bool) -> int:
     """Report `error` once for the whole job and return the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the launcher ends the others when one of them is gone: not before the end
+        signal.signal(number, signal.SIG_IGN)
     mesh = _mesh()
-    status, message = _describe(error, name, started=mesh is not None)
-    with contextlib.ExitStack() as until_all_know:
-        if mesh is not None:
-            mine = mesh.fail(message, status)
-            until_all_know.callback(mesh.linger)
-        else:
-            mine = launched_size() == 1 or _speaks_for_host(until_all_know)
-        if mine and message:
-            say(message)
-        if debug and not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error)
+    if mesh is None:
+        status, message = _describe(error, name)
+        if message:
+            say_for_all(message, None if launched_size() > 1 else True)
+    else:
+        mine = mesh.claim()
+        status, message = _describe(error, name, mesh, explain=mine is not False)
+        if message:
+            say_for_all(message, mine)
+        mesh.leave(status, mine)
+    if debug and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
     return status
 
 
-def _describe(error: BaseException, name: str, started: bool) -> tuple[int, str]:
-    """(exit status, what to print; nothing where the user knows already)."""
+def _describe(error: BaseException, name: str, mesh=None, explain: bool = False) -> tuple[int, str]:
+    """(exit status, what to print; nothing where the user of a single process knows already).
+
+    explain: this rank reports, and may take seconds to find out what became of the others.
+    """
+    alone = launched_size() == 1
+    where = f", {mesh.where}" if mesh is not None else ""
+    rank = f"rank {launched_rank()} of {launched_size()} (host {socket.gethostname()}{where})"
+    terminated, lost = (False, None) if mesh is None else _from_others(error)
+    missing = mesh.who_is_missing() if explain and (terminated or lost) else ""
+    if terminated and not missing:
+        return TERMINATED, f"bitkv: {rank}: terminated (SIGTERM)"
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, ""
+        return INTERRUPTED, "" if alone else f"bitkv: {rank}: interrupted"
     if isinstance(error, BrokenPipeError):
-        return BROKEN_PIPE, ""
+        return BROKEN_PIPE, "" if alone else f"bitkv: {rank}: the reader of stdout went away"
     if isinstance(error, SystemExit):
         return (error.code, "") if isinstance(error.code, int) else (1, str(error.code))
-    rank = f"rank {launched_rank()} of {launched_size()} (host {socket.gethostname()})"
     if isinstance(error, ValueError):
-        return 2, f"bitkv {name}: {_one_line(error)}" + (f" [{rank}]" if started and launched_size() > 1 else "")
-    if started and (why := _lost_peer(error)):
-        return 1, f"bitkv: {rank}: lost another rank without a word from it, perhaps killed or out of memory ({why})"
+        return 2, f"bitkv {name}: {_one_line(error)}" + (f" [{rank}]" if mesh is not None and not alone else "")
+    if terminated or lost:
+        return 1, f"bitkv: {rank}: lost {missing or f'another rank without a word from it ({lost})'}"
     return 1, f"bitkv: {rank}: {type(error).__name__}: {_one_line(error)}"
 
 
@@ -151,10 +172,14 @@ def _mesh():
     return module.current() if module else None
 
 
-def _lost_peer(error: BaseException) -> str | None:
-    from bitkv_dist.parallel.alarm import lost_peer
+def _from_others(error: BaseException) -> tuple[bool, str | None]:
+    """(whether a launcher or a person ends this rank, what happened to the connection to another rank).
 
-    return lost_peer(error)  # a rank that fails raises the alarm before it goes: then `Mesh.fail` keeps the others quiet
+    A rank that fails claims the report before it goes: then the others, which meet its loss, stay quiet.
+    """
+    from bitkv_dist.parallel.alarm import Terminated, lost_peer
+
+    return isinstance(error, Terminated), lost_peer(error)
 
 
 def _leave_source_folder() -> None:

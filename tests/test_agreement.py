@@ -1,5 +1,6 @@
 """Ranks that differ in configuration, model or rotation are told apart, by real ranks."""
 
+import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -50,4 +51,5 @@ def test_who_differs_where_and_why():
         }
     )
     assert len(set(refusals)) == 1
-    assert refusals[0].startswith("rank 1 differs from the others in layer 0 (and 2 more): another model;")
+    named = f"rank 1 (host {socket.gethostname()})"
+    assert refusals[0].startswith(f"{named} differs from the others in layer 0 (and 2 more): another model;")

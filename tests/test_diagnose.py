@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from ranks import ROOT, launched, run_command
+from ranks import ROOT, free_port, launched, run_command
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitkv_dist.launch.diagnose import main
@@ -49,6 +49,30 @@ def test_two_ranks_agree_on_seeds_and_sealed_bytes(model, tmp_path, monkeypatch)
         assert report[part] == expected[part] and report[part]["mismatches"] == []
     assert report["cache"]["pages"] == LAYERS * 2 * 4
     assert ended.out.count("all ranks agree") == 2
+    check_hosts_links_and_first_step(report, ended.out)
+    assert expected["network"]["pairs"] == [] and expected["dry_run"]["token_ids"] == report["dry_run"]["token_ids"]
+
+
+def check_hosts_links_and_first_step(report, shown):
+    ranks = report["world"]["size"]
+    for row in report["world"]["ranks"]:
+        assert row["available_bytes"] > 0 and abs(row["clock_skew_ms"]) < 1000 and len(row["config"]) == 16
+        assert {"torch", "transformers", "bitkv_dist"} <= row["versions"].keys()
+    assert report["versions"]["mismatches"] == [] == report["warnings"]
+    network = report["network"]
+    assert len(network["pairs"]) == ranks * (ranks - 1) // 2
+    assert network["exchange_bytes"] == 4 * (2 + 16) * 4  # heads of m, l and o[D], one slot of fp32
+    assert network["step_ms"] > 0 and network["exchange_us"] > 0 and network["broadcast_us"] > 0
+    assert len(report["dry_run"]["token_ids"]) == 3 and report["dry_run"]["mismatches"] == []
+    assert "network: exchange of a layer" in shown and "dry run: 3 tokens, the same everywhere" in shown
+
+
+@pytest.mark.slow
+def test_eight_ranks_in_a_minute(model, tmp_path):
+    ended, report = diagnose("torchrun", 8, model, tmp_path, "--cache")
+    assert ended.status == 0, ended.err
+    check_hosts_links_and_first_step(report, ended.out)
+    assert ended.seconds < 60
 
 
 def test_an_injected_flip_is_found_and_named(model, tmp_path):
@@ -89,6 +113,19 @@ def test_what_the_run_cannot_do_is_refused(model, monkeypatch, args, said):
 def test_bad_flags_are_refused_in_one_line(args, said):
     ended = run_command([sys.executable, "-O", DIAGNOSE, *args])
     assert (ended.status, ended.out, ended.err) == (2, "", f"bitkv diagnose: {said}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
+def test_what_bitkv_launch_starts(launcher, model, tmp_path):
+    report = tmp_path / "report.json"
+    where = ["--ranks", "2", "--launcher", launcher]
+    if launcher != "mpirun":
+        where += ["--master-port", str(free_port())]
+    command = ["diagnose", "--model", str(model), "--device", "cpu", "--json", str(report)]
+    ended = run_command([sys.executable, ROOT / "launch" / "launch.py", *where, *command])
+    assert ended.status == 0 and f"2 ranks on 1 hosts (localhost: 2), tp 1 x sp 2, by {launcher}" in ended.err, ended.err
+    assert json.loads(report.read_text())["world"]["launcher"] == launcher
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,6 +199,16 @@ def test_ranks_under_a_launcher(launcher, script):
     ended = run_command(launched(launcher, 2, script, "60"))
     assert ended.status == 0, ended.err
     assert ended.out.count(f"{launcher} [(0, 0, 2), (1, 1, 2)]") == 2, ended.out
+
+
+def test_two_jobs_on_two_ports(script):
+    """C35: neither sees the other's ranks."""
+    commands = [launched("torchrun", size, script, "60") for size in (2, 3)]
+    with ThreadPoolExecutor(2) as pool:
+        two, three = pool.map(run_command, commands)
+    assert (two.status, three.status) == (0, 0), two.err + three.err
+    assert two.out.count("torchrun [(0, 0, 2), (1, 1, 2)]") == 2
+    assert three.out.count("torchrun [(0, 0, 3), (1, 1, 3), (2, 2, 3)]") == 3
 
 
 def test_a_busy_port_and_missing_ranks_are_named(monkeypatch):

@@ -27,7 +27,7 @@ def main(argv):
     from bitkv_dist.config import ParallelConfig
     from bitkv_dist.parallel.mesh import start
     import torch
-    mesh = start(ParallelConfig(device="cpu", start_timeout_s=60, step_timeout_s=60))
+    mesh = start(ParallelConfig(device="cpu", start_timeout_s=60, step_timeout_s=60), say=shell.say_for_all)
     mesh.ready()
     sys.stdout.write(f"text {args.text}\\n")  # at once, or the lines of two ranks mix
     sys.stdout.flush()
@@ -54,7 +54,7 @@ def main(argv):
 
 shell.run(main, "trial")
 """
-FAILED_ON = r"bitkv: rank {rank} of 2 \(host .*\): "
+FAILED_ON = r"bitkv: rank {rank} of 2 \(host .*, start-up\): "
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_same_refusal_on_all_ranks_is_printed_once(script):
         ("raise", FAILED_ON + "RuntimeError: boom and more", 1),
         ("value", r"^bitkv trial: prompt 3: is empty; give some text \[rank {rank} of 2 \(host .*\)\]$", 2),
         ("exit", "^bitkv trial: no more$", 1),
-        ("interrupt", None, shell.INTERRUPTED),
+        ("interrupt", FAILED_ON + "interrupted$", shell.INTERRUPTED),
     ],
 )
 def test_faults(script, launcher, fault, message, status):

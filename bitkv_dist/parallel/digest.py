@@ -26,6 +26,11 @@ def digest64(*parts: bytes) -> int:
     return int.from_bytes(state.digest(), "little")
 
 
+def chained(before: int, numbers: Sequence[int]) -> int:
+    """The digest of a sequence of integers that goes on: what came before stands in `before`."""
+    return digest64(before.to_bytes(8, "little"), np.array(numbers, dtype="<i8").tobytes())
+
+
 def config_digest(config: CacheConfig) -> int:
     return digest64(json.dumps(asdict(config), sort_keys=True).encode())
 

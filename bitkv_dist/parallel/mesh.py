@@ -15,30 +15,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bitkv_dist.config import ParallelConfig
-from bitkv_dist.parallel.alarm import Alarm
-from bitkv_dist.parallel.world import (
-    Place,
-    World,
-    choose_device,
-    choose_grid,
-    discover,
-    env_address,
-    slurm_address,
-    threads_per_rank,
-)
+from bitkv_dist.parallel import roll
+from bitkv_dist.parallel.alarm import Alarm, Say
+from bitkv_dist.parallel.heartbeat import Heart, Pulse
+from bitkv_dist.parallel.parents import birth
+from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, interruptible, mpi_rendezvous
+from bitkv_dist.parallel.world import World, choose_device, choose_grid, discover, threads_per_rank
 
 
-def start(parallel: ParallelConfig, *, check_shapes: bool = False) -> Mesh:
+def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = lambda message, mine: None) -> Mesh:
     """Join the world that the launcher made. ValueError (one line) for everything a user can put right.
 
     `check_shapes` verifies before every gather that all ranks bring the same shape and dtype (gloo would return wrong numbers).
+    `say` prints for a rank whose main thread is stuck: see Alarm.
     """
     global _current
     # Without it MKL rounds a product of 5 to 11 rows differently with 2 threads than with 1; it costs nothing measurable.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     place = discover()
     if place.launcher == "mpirun" and place.size > 1:
-        place, address, store = _mpi_rendezvous(parallel)
+        place, address, store = mpi_rendezvous(parallel)
     tp, sp = choose_grid(parallel.tp, parallel.sp, place.size)
     gpus = torch.cuda.device_count() if parallel.device != "cpu" else 0
     device, backend = choose_device(parallel.device, place, gpus)
@@ -48,16 +44,22 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = World(*place[:4], socket.gethostname(), place.launcher, backend, device, torch.get_num_threads())
-    alarm = None
+    process = (os.getpid(), birth(os.getpid()))
+    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend)
+    heart, alarm = Heart(Pulse(), place.rank), None
+    heart.roll = [me]
     if place.size > 1:
-        if place.launcher != "mpirun":
-            address, store = _env_rendezvous(place, parallel)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job must not read the keys of the dead one
-        store = dist.PrefixStore(f"bitkv/{attempt}", store)
-        _join(store, world, parallel)
-        watched = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30))
-        alarm = Alarm(store, dist.PrefixStore(f"bitkv/{attempt}", watched), place.rank)
-    _current = Mesh(world, tp, sp, parallel, alarm, check_shapes=check_shapes)
+        with interruptible():
+            if place.launcher != "mpirun":
+                address, store = env_rendezvous(place, parallel)
+            store = dist.PrefixStore(f"bitkv/{attempt}", store)
+            heart.beat(store)
+            heart.roll = roll.call(store, me, parallel.start_timeout_s)
+            _join(store, world, parallel)
+        watched = dist.PrefixStore(f"bitkv/{attempt}", dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30)))
+        alarm = Alarm(store, watched, heart, f"torchrun's agent at {address[0]}" if agent_serves() else None, say)
+    _current = Mesh(world, tp, sp, parallel, heart, alarm, check_shapes=check_shapes)
     return _current
 
 
@@ -81,63 +83,11 @@ def _join(store: dist.Store, world: World, parallel: ParallelConfig) -> None:
         ) from error
 
 
-def _env_rendezvous(place: Place, parallel: ParallelConfig) -> tuple[tuple[str, int], dist.TCPStore]:
-    address = slurm_address() if place.launcher == "slurm" else env_address()
-    # The torchrun agent may already serve a store there for its workers.
-    serve = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return address, _store(*address, serve, parallel.start_timeout_s)
-
-
-def _store(host: str, port: int, serve: bool, timeout_s: float) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    except dist.DistError as error:
-        if serve:
-            raise ValueError(
-                f"port {port} on {socket.gethostname()}: already in use, perhaps by another job; "
-                "choose another with --master_port"
-            ) from error
-        raise ValueError(
-            f"rank 0 at {host}:{port}: did not answer within {timeout_s:g} s; "
-            "check the address, the firewall and rank 0's own message, or choose another --master_port"
-        ) from error
-
-
-def _mpi_rendezvous(parallel: ParallelConfig) -> tuple[Place, tuple[str, int], dist.TCPStore]:
-    """Rank, size and local rank from MPI itself; rank 0 serves a store on a port the system picks and broadcasts its address.
-
-    MPI is finalised at once: from here on torch.distributed does the talking, and no exit can hang in MPI_Finalize.
-    """
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        raise ValueError(
-            "mpirun without mpi4py: it is needed to find the other ranks; pip install mpi4py, "
-            "or start with torchrun or deepspeed"
-        ) from None
-    comm = MPI.COMM_WORLD
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    place = Place(comm.rank, comm.size, local.rank, local.size, "mpirun")
-    if place.size == 1 < discover().size:
-        raise ValueError(
-            f"mpirun started {discover().size} ranks but mpi4py sees one: it was built for another MPI; "
-            "install mpi4py for this one, or use torchrun or deepspeed"
-        )
-    same_host = comm.bcast(place.local_size if place.rank == 0 else None) == place.size
-    host = "127.0.0.1" if same_host else os.environ.get("MASTER_ADDR", socket.gethostname())
-    store = _store(host, 0, True, parallel.start_timeout_s) if place.rank == 0 else None
-    address = comm.bcast((host, store.port) if store else None)
-    if store is None:
-        store = _store(*address, False, parallel.start_timeout_s)
-    local.Free()
-    MPI.Finalize()
-    return place, address, store
-
-
 class Mesh:
     """The grid of ranks, `rank = sp_rank * tp + tp_rank`, and the collectives over it; in a world of one they are all local.
 
-    `gathers` and `gathered_bytes` count the calls of gather_sp and the bytes that this rank received through it.
+    `gathers` and `gathered_bytes` count the calls of gather_sp and the bytes that this rank received through it. `roll` lists
+    all ranks.
     """
 
     def __init__(
@@ -146,6 +96,7 @@ class Mesh:
         tp: int,
         sp: int,
         parallel: ParallelConfig,
+        heart: Heart,
         alarm: Alarm | None = None,
         *,
         check_shapes: bool = False,
@@ -153,6 +104,7 @@ class Mesh:
         self.world, self.tp, self.sp = world, tp, sp
         self.sp_rank, self.tp_rank = divmod(world.rank, tp)
         self.gathers = self.gathered_bytes = 0
+        self.roll, self._pulse = heart.roll, heart.pulse
         self._parallel, self._alarm, self._check_shapes = parallel, alarm, check_shapes
         self._groups = [dist.group.WORLD] if world.size > 1 else []
         ranks = torch.arange(world.size).view(sp, tp)
@@ -173,12 +125,24 @@ class Mesh:
         self.gather_objects(None)
         for group in self._groups:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._parallel.step_timeout_s), group)
+        if self._alarm is not None:
+            self._alarm.step_timeout_s = self._parallel.step_timeout_s
+
+    @property
+    def where(self) -> str:
+        """What this rank is doing, as the messages of a failure say it: start-up, prefill, step 7."""
+        return self._pulse.where
+
+    def mark(self, where: str) -> None:
+        """Say what this rank does from here on."""
+        self._pulse.where = where
 
     def gather_sp(self, t: Tensor) -> Tensor:
         """[*s] on every rank of the SP group -> [sp, *s] in order of sp_rank; any dtype. s and dtype are the same on all."""
         self.gathers += 1
         if self.sp == 1:
             return t.unsqueeze(0)
+        self._pulse.exchanges += 1
         if self._check_shapes:
             self._require_equal_shapes(t)
         mine = t.contiguous().view(-1).view(torch.uint8)  # bytes, because gloo does not know every dtype
@@ -198,6 +162,7 @@ class Mesh:
         """A small python object of world rank 0, on every rank."""
         if self.world.size == 1:
             return obj
+        self._pulse.exchanges += 1
         box = [obj]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
@@ -205,13 +170,28 @@ class Mesh:
     def broadcast_tensor(self, t: Tensor) -> Tensor:
         """The CPU tensor of world rank 0, on every rank; same shape and dtype everywhere."""
         if self.world.size > 1:
+            self._pulse.exchanges += 1
             dist.broadcast(t, src=0)
         return t
+
+    def broadcast_checked(self, t: Tensor, digest: int) -> Tensor:
+        """`broadcast_tensor` of int64 t [*s], which carries along a 64-bit digest of what must be the same on every rank.
+
+        RuntimeError, on a rank whose digest is not rank 0's, that names the rank which most others disagree with.
+        """
+        self._pulse.history = digest
+        word = digest - (digest >> 63 << 64)  # the same 64 bits as a signed integer
+        sent = self.broadcast_tensor(torch.cat((torch.tensor([word]), t.flatten())))
+        if sent[0].item() != word:
+            odd = (self._alarm and self._alarm.who_differs()) or f"rank {self.world.rank} (host {self.world.host})"
+            raise RuntimeError(f"{odd}: has other tokens or shapes than the others since {self.where}")
+        return sent[1:].view(t.shape)
 
     def gather_objects(self, obj) -> list:
         """One small python object per world rank, on every rank."""
         gathered = [obj] * self.world.size
         if self.world.size > 1:
+            self._pulse.exchanges += 1
             dist.all_gather_object(gathered, obj)
         return gathered
 
@@ -219,21 +199,24 @@ class Mesh:
         """True where int64 [n] is the same on all ranks (n must be): one all_reduce, because max(~d) is ~min(d)."""
         if self.world.size == 1:
             return True
+        self._pulse.exchanges += 1
         both = torch.stack([digests, ~digests]).cpu()
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         return torch.equal(both[0], ~both[1])
 
-    def fail(self, message: str, code: int = 1) -> bool:
-        """End the job: every other rank exits with `code` within a second. True: this rank is the one to print `message`.
+    def claim(self) -> bool | None:
+        """This rank fails: whether it is the one to report, None if nobody can know. Then call `leave`, and exit without
+        `close`."""
+        return self._alarm is None or self._alarm.claim()
 
-        After printing call `linger`, then exit without `close`.
-        """
-        return self._alarm is None or self._alarm.raise_alarm(message, code)
+    def who_is_missing(self) -> str:
+        """For a failure that only says that others went away: which, where and since when, or an empty text. Takes seconds."""
+        return self._alarm.who_is_missing() if self._alarm else ""
 
-    def linger(self) -> None:
-        """Let the others see the alarm before this rank goes, and perhaps the store with it."""
+    def leave(self, code: int, mine: bool | None) -> None:
+        """End the job: every other rank exits with `code` within a second; `mine`: what `claim` said."""
         if self._alarm is not None:
-            self._alarm.linger()
+            self._alarm.leave(code, mine)
 
     def close(self) -> None:
         """All ranks together, after a run that went well."""
