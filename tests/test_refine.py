@@ -444,7 +444,9 @@ def runs(mesh, folder: str) -> dict[str, tuple]:
     mass."""
     served = model.load(folder, dtype=None, device=torch.device("cpu"))
     logits, head = [], served.head
+    step = served.step
     served.head = lambda hidden: logits.append(head(hidden)) or logits[-1]
+    served.step = lambda *given: logits.append(step(*given)) or logits[-1]
     found = {}
     for name, prefill in [*((name, "exact") for name in RULES), *((name, "packed") for name in PACKED)]:
         logits.clear()
