@@ -19,8 +19,7 @@ from bitkv_dist.kernels.triton.planes import key_dots, load_planes, unscale, val
 from bitkv_dist.kernels.triton.tiles import by_head, by_row, head_max, head_sum, to_tokens
 
 LOG2_127 = tl.constexpr(6.988684686772166)
-NO_SCALE = tl.constexpr(-60.0)  # log2 of a zero scale: far below any fp16 one, so that such a value has no weight beside others
-NO_WEIGHT = tl.constexpr(-50.0)  # a page whose largest weight is below 2^this adds nothing to the output
+NO_SCALE = tl.constexpr(2.0**-60)  # stands for a zero scale: far below any fp16 one, so that such a value weighs nothing
 NOTHING = tl.constexpr(-1e30)  # a finite stand-in for the largest of no scores
 
 
@@ -59,11 +58,11 @@ def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.c
     WIDTH: tl.constexpr = P // 8
     DIMS: tl.constexpr = operands[0].shape[0]
     words = load_planes(keys, P * D // 8, DIMS // 4, WIDTH, WIDTH, BITS)
-    dots = key_dots(words, operands, tl.zeros((P // SETS, COLS), tl.int32), DIMS // 4, WIDTH, BITS, ASSEMBLY)
+    dots = key_dots(words, operands, tl.zeros((P // SETS, COLS), tl.int32), ASSEMBLY)
     if len(rest) > 0:
         REST: tl.constexpr = rest[0].shape[0]
         words = load_planes(keys + DIMS // 4 * WIDTH * 4, P * D // 8, REST // 4, WIDTH, WIDTH, BITS)
-        dots = key_dots(words, rest, dots, REST // 4, WIDTH, BITS, ASSEMBLY)
+        dots = key_dots(words, rest, dots, ASSEMBLY)
     return dots
 
 
@@ -155,7 +154,7 @@ def decode(
             sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
         key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)
         value_scale = halves(page + VALUE_SCAN, tl.arange(0, P))
-        value_log = tl.where(value_scale > 0, log2(value_scale, ASSEMBLY), NO_SCALE)
+        value_log = log2(tl.maximum(value_scale, NO_SCALE), ASSEMBLY)
         u = sums.to(tl.float32) * q_factor + (key_scale * q_noise + q_offset)
         u = u * key_scale + by_row(value_log, SETS, GROUP)
         if SCANNED:
@@ -172,12 +171,11 @@ def decode(
         shrink, lift = exp2(m - base, ASSEMBLY), exp2(level - base, ASSEMBLY) * (1 / 127)
         weights = exp2(u - by_head(peak - LOG2_127, SETS), ASSEMBLY)
         mass = lift * head_sum(weights * by_row(exp2(-value_log, ASSEMBLY), SETS, GROUP), SETS)
-        lift = tl.where(level - base > NO_WEIGHT, lift, 0.0)
         m, l = base, l * shrink + mass
 
         integers = to_tokens(round_weight(weights), SETS)
         words = load_planes(page + VALUE_PLANES, P * D // 8, P // 4, WIDTH, D // 8, VALUE_BITS)
-        sums = value_dots(words, integers, column_set, SETS, VALUE_BITS, ASSEMBLY)
+        sums = value_dots(words, integers, column_set, SETS, ASSEMBLY)
         total = tl.dot(tl.full((ONES, P), 1, tl.int8), integers, out_dtype=tl.int32)
         total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ONES, ONES, COLS)), (DIMS, COLS)).to(tl.float32)
         centroid = halves(page + VALUE_CENTROID, value_dim, None if D == 8 * WIDTH else place % WIDTH < D // 8)

@@ -15,38 +15,36 @@ PLAIN, PTX = tl.constexpr(0), tl.constexpr(1)  # ASSEMBLY of the kernels: what e
 
 
 @triton.constexpr_function
-def exponent(bits: int, j: int) -> int:
-    """Mask j gives operands code * 2^e; for one plane and j = 7 their sign is turned, because int8 has no +128."""
-    return j if bits == 1 or j < 4 else j - bits
+def shifted(bits: int, plane: int, j: int, exact: bool) -> tuple[int, int]:
+    """(left shift of a plane's words, bit) at which mask j finds the code bit of that plane.
 
-
-@triton.constexpr_function
-def shifted(bits: int, plane: int, j: int) -> tuple[int, int]:
-    """(left shift of a plane's words, bit) at which mask j finds the code bit of that plane: a code's bits end side by side
-    below bit 7. Shifts differ only between the lower and the upper four masks."""
+    A code's bits end side by side below bit 7. `exact`: at the bottom of the byte, for one shift per mask. Otherwise where they give
+    code * 2^e(j): shifts differ only between the lower and the upper four masks, and one plane needs none.
+    """
+    place = bits - 1 - plane
+    if exact:
+        return place - j, place
     if bits == 1:
         return 0, j
-    left = bits - 1 - plane if j < 4 else -1 - plane
+    left = place if j < 4 else place - bits
     return left, j + left
 
 
 @triton.constexpr_function
-def expansion(bits: int) -> str:
+def expansion(bits: int, exact: bool) -> str:
     """PTX of `expand`: outputs $0..$7, one register of four operands per mask, from the planes' registers $8.. ."""
-    lines = [".reg .b32 s, t;"]
-    shifts = [[shifted(bits, plane, j)[0] for j in (0, 4)] for plane in range(bits)]
-    for half in (0, 1):
-        for plane in range(bits):
-            left, source = shifts[plane][half], f"${8 + plane}"
-            if left:
-                lines.append(f"sh{'l' if left > 0 else 'r'}.b32 s, {source}, {abs(left)};")
-                source = "s"
-            for j in range(4 * half, 4 * half + 4):
-                mask = 0x01010101 << shifted(bits, plane, j)[1]
-                if plane == 0:
-                    lines.append(f"and.b32 ${j}, {source}, {mask};")
-                else:
-                    lines.append(f"and.b32 t, {source}, {mask}; or.b32 ${j}, ${j}, t;")
+    lines, held = [".reg .b32 s, t;"], None
+    for plane in range(bits):
+        for j in range(8):
+            left, bit = shifted(bits, plane, j, exact)
+            source, mask = f"${8 + plane}" if left == 0 else "s", 0x01010101 << bit
+            if left and held != (plane, left):
+                lines.append(f"sh{'l' if left > 0 else 'r'}.b32 s, ${8 + plane}, {abs(left)};")
+                held = plane, left
+            if plane == 0:
+                lines.append(f"and.b32 ${j}, {source}, {mask};")
+            else:
+                lines.append(f"and.b32 t, {source}, {mask}; or.b32 ${j}, ${j}, t;")
     return "{" + " ".join(lines) + "}"
 
 
@@ -56,23 +54,29 @@ def constraints(bits: int) -> str:
 
 
 @triton.jit
-def expand(words, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """BITS planes of bytes uint8 [..] (sign plane first) -> 8 tensors int8 [..], mask j's operands code * 2^e(j)."""
+def code_bit(words, LEFT: tl.constexpr, BIT: tl.constexpr):
+    """Bit BIT of bytes shifted left, with LEFT < 0 right."""
+    if LEFT > 0:
+        moved = words << LEFT
+    else:
+        moved = words >> -LEFT
+    return moved & (1 << BIT)
+
+
+@triton.jit
+def expand(words, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Planes of bytes uint8 [..], sign plane first -> 8 tensors int8 [..]: mask j's operands code * 2^e(j), with EXACT e = 0."""
+    BITS: tl.constexpr = len(words)
     if ASSEMBLY == PTX:
         parts = tl.inline_asm_elementwise(
-            expansion(BITS), constraints(BITS), words, dtype=(tl.int8,) * 8, is_pure=True, pack=4
+            expansion(BITS, EXACT), constraints(BITS), words, dtype=(tl.int8,) * 8, is_pure=True, pack=4
         )
     else:
         parts = ()
         for j in tl.static_range(8):
-            part = tl.zeros_like(words[0])
-            for plane in tl.static_range(BITS):
-                left: tl.constexpr = shifted(BITS, plane, j)[0]
-                bit: tl.constexpr = shifted(BITS, plane, j)[1]
-                if left > 0:
-                    part |= (words[plane] << left) & (1 << bit)
-                else:
-                    part |= (words[plane] >> -left) & (1 << bit)
+            part = code_bit(words[0], shifted(BITS, 0, j, EXACT)[0], shifted(BITS, 0, j, EXACT)[1])
+            for plane in tl.static_range(1, BITS):
+                part |= code_bit(words[plane], shifted(BITS, plane, j, EXACT)[0], shifted(BITS, plane, j, EXACT)[1])
             parts = parts + (part.to(tl.int8, bitcast=True),)
     return parts
 
@@ -95,8 +99,10 @@ def load_planes(plane, plane_bytes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, S
 
 
 @triton.jit
-def stack(parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def stack(parts):
     """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, 4] -> dot operand [masks * WIDTH, HEIGHT * 4], row = i + WIDTH j."""
+    HEIGHT: tl.constexpr = parts[0].shape[0]
+    WIDTH: tl.constexpr = parts[0].shape[1]
     if len(parts) == 1:
         rows = tl.permute(parts[0], (1, 0, 2))
     elif len(parts) == 2:
@@ -112,33 +118,31 @@ def stack(parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def key_dots(words, operands, out, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+def key_dots(words, operands, out, ASSEMBLY: tl.constexpr):
     """out int32 [8 WIDTH / SETS, COLS] += operands times codes: row of set s = row + 8 WIDTH / SETS s of the plane.
 
     operands: SETS tensors int8 [4 HEIGHT, COLS], the s-th zero outside the columns of set s: it takes 8 / SETS of the masks.
     """
     MASKS: tl.constexpr = 8 // len(operands)
-    parts = expand(words, BITS, ASSEMBLY)
+    parts = expand(words, False, ASSEMBLY)
     for s in tl.static_range(len(operands)):
-        rows = stack(parts[s * MASKS : (s + 1) * MASKS], HEIGHT, WIDTH)
+        rows = stack(parts[s * MASKS : (s + 1) * MASKS])
         out = tl.dot(rows, operands[s], out, out_dtype=tl.int32)
     return out
 
 
 @triton.jit
-def value_dots(words, weights, column_set, SETS: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+def value_dots(words, weights, column_set, SETS: tl.constexpr, ASSEMBLY: tl.constexpr):
     """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of `words`.
 
     Columns of set s keep the rows of the s-th 8 / SETS masks. Zeroing weights instead, as for keys, would send each set's copy
     through shared memory.
     """
     MASKS: tl.constexpr = 8 // SETS
-    HEIGHT: tl.constexpr = words[0].shape[0]
-    WIDTH: tl.constexpr = words[0].shape[1]
-    parts = expand(words, BITS, ASSEMBLY)
-    out = tl.dot(stack(parts[:MASKS], HEIGHT, WIDTH), weights, out_dtype=tl.int32)
+    parts = expand(words, False, ASSEMBLY)
+    out = tl.dot(stack(parts[:MASKS]), weights, out_dtype=tl.int32)
     for s in tl.static_range(1, SETS):
-        found = tl.dot(stack(parts[s * MASKS : (s + 1) * MASKS], HEIGHT, WIDTH), weights, out_dtype=tl.int32)
+        found = tl.dot(stack(parts[s * MASKS : (s + 1) * MASKS]), weights, out_dtype=tl.int32)
         out = tl.where(column_set == s, found, out)
     return out
 

@@ -11,21 +11,24 @@ import triton.language as tl
 
 from bitkv_dist.kernels.triton.decode import level_unit
 from bitkv_dist.kernels.triton.numbers import exp2, halves, round_weight
+from bitkv_dist.kernels.triton.planes import expand
 
 
 @triton.jit
-def load_codes(rows, plane_bytes, PLANES: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr):
+def load_codes(rows, plane_bytes, PLANES: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
     """int8 codes [LIST, 8 WIDTH] of PLANES planes, most significant first: element WIDTH j + i is bit j of byte i.
 
     rows: addresses [LIST] of each token's BYTES bytes, STEP apart; WIDTH = BYTES rounded up to a power of two.
     """
     byte = tl.arange(0, WIDTH)[None, :]
-    bit = tl.arange(0, 8).to(tl.uint8)[None, :, None]
-    code = tl.zeros((rows.shape[0], 8, WIDTH), tl.uint8)
+    words = ()
     for plane in tl.static_range(PLANES):
-        packed = tl.load(rows[:, None] + (plane * plane_bytes + byte * STEP), mask=byte < BYTES, other=0)
-        code = (code << 1) | ((packed[:, None, :] >> bit) & 1)
-    return tl.reshape(code.to(tl.int8), (rows.shape[0], 8 * WIDTH))
+        at = rows[:, None] + (plane * plane_bytes + byte * STEP)
+        words = words + (tl.load(at, mask=None if WIDTH == BYTES else byte < BYTES, other=None if WIDTH == BYTES else 0),)
+    parts = expand(words, True, ASSEMBLY)
+    even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+    odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (rows.shape[0], 8 * WIDTH))
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def refine(
     # Scores
     dots = tl.load(tops + out_head[None, :] * LIST + index[:, None], mask=inside, other=0)
     if KEY_LOW_BITS > 0:
-        low = load_codes(record + KEY_LOW + within * (KEY_LOW_BITS * BYTES), BYTES, KEY_LOW_BITS, 1, BYTES, WIDTH)
+        low = load_codes(record + KEY_LOW + within * (KEY_LOW_BITS * BYTES), BYTES, KEY_LOW_BITS, 1, BYTES, WIDTH, ASSEMBLY)
         place = tl.arange(0, 8 * WIDTH)
         dim = 8 * (place % WIDTH) + place // WIDTH
         q = tl.load(codes + q_head[None, :] * D + dim[:, None], mask=real[None, :] & (dim < D)[:, None], other=0)
@@ -95,26 +98,31 @@ def refine(
     stored = real[None, :] & (place % WIDTH < BYTES)[:, None]
     o = tl.load(o_out + out_head[None, :] * D + dim[:, None], mask=stored, other=0.0) * shrink[None, :]
     word = record + VALUE_PLANES + within // 4 * (4 * BYTES) + within % 4
-    high = tl.trans(load_codes(word, P * BYTES, VALUE_SCAN_BITS, 4, BYTES, WIDTH))
+    high = tl.trans(load_codes(word, P * BYTES, VALUE_SCAN_BITS, 4, BYTES, WIDTH, ASSEMBLY))
     if VALUE_LOW_BITS > 0:
-        low = load_codes(record + VALUE_LOW + within * (VALUE_LOW_BITS * BYTES), BYTES, VALUE_LOW_BITS, 1, BYTES, WIDTH)
+        low = load_codes(record + VALUE_LOW + within * (VALUE_LOW_BITS * BYTES), BYTES, VALUE_LOW_BITS, 1, BYTES, WIDTH, ASSEMBLY)
         low = tl.trans(low)
-        from_low = tl.broadcast_to((dim % 8 * WIDTH + tl.minimum(dim, D - 1) // 8)[:, None], (8 * WIDTH, COLS))
+        o_low = tl.zeros((8 * WIDTH, COLS), tl.float32)
     weights = tl.where(inside, p * halves(record + VALUE_SCALE, within)[:, None], 0.0)
     for turn in tl.static_range(PAGES):
         here = (page == turn)[:, None]
         own = tl.where(here, weights, 0.0)
         peak = tl.max(own, 0)
         integers = round_weight(127.0 * own / tl.where(peak == 0, 1.0, peak)[None, :])
+        unit = (peak * (level_unit(VALUE_BITS) / 127))[None, :]
+        total = ((1 << VALUE_BITS) - 1) * tl.sum(integers.to(tl.int32), 0)[None, :]
         sums = tl.dot(high, integers, out_dtype=tl.int32)
+        o += ((sums << (VALUE_LOW_BITS + 1)) - total).to(tl.float32) * unit
         if VALUE_LOW_BITS > 0:
-            sums = (sums << VALUE_LOW_BITS) + tl.gather(tl.dot(low, integers, out_dtype=tl.int32), from_low, 0)
-        sums = 2 * sums - ((1 << VALUE_BITS) - 1) * tl.sum(integers.to(tl.int32), 0)[None, :]
+            o_low += tl.dot(low, integers, out_dtype=tl.int32).to(tl.float32) * (2 * unit)
         mass = tl.sum(tl.where(here, p, 0.0), 0)
         centroid = halves(records + granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID, tl.minimum(dim, D - 1))
-        o += sums.to(tl.float32) * (peak * (level_unit(VALUE_BITS) / 127))[None, :]
         o += tl.where(mass[None, :] > 0, centroid[:, None] * mass[None, :], 0.0)
 
+    if VALUE_LOW_BITS > 0:
+        # The low planes' dims stand in another order: bit by bit of the bytes.
+        order = dim % 8 * WIDTH + tl.minimum(dim, D - 1) // 8
+        o += tl.gather(o_low, tl.broadcast_to(order[:, None], (8 * WIDTH, COLS)), 0)
     tl.store(m_out + out_head, m, mask=real)
     tl.store(l_out + out_head, l, mask=real)
     tl.store(o_out + out_head[None, :] * D + dim[:, None], o, mask=stored)

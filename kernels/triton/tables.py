@@ -8,6 +8,8 @@ shared memory that run ahead.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +31,7 @@ class Config:
 
     def refine_warps(self, tokens: int) -> int:
         """Of a program that refines so many tokens."""
-        return max(1, min(8, tokens // 32))
+        return max(4, min(8, tokens // 32))
 
 
 NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3")
@@ -37,6 +39,24 @@ AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2, precision="iee
 INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1, precision="ieee")
 
 ARCHITECTURES: dict[str, Config] = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD, "interpreter": INTERPRETER}
+
+
+_forced: str | None = None
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Configure for this architecture inside a with block, whatever the device: kernels are then compiled, not run."""
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def config(device: torch.device) -> Config:
+    return ARCHITECTURES[_forced or architecture(device)]
 
 
 @functools.cache
@@ -51,6 +71,3 @@ def architecture(device: torch.device) -> str:
         raise ValueError(f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu")
     return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100")
 
-
-def config(device: torch.device) -> Config:
-    return ARCHITECTURES[architecture(device)]

@@ -1,0 +1,40 @@
+"""The kernels compile ahead of time, without a GPU, and keep the rules of the report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+REPORT = Path(__file__).parents[1] / "benchmarks" / "aot_report.py"
+
+
+def report(tmp_path: Path, *flags: str) -> list[dict]:
+    """Its rows; a process of its own, because this one's kernels are the interpreter's."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    file = tmp_path / "rows.json"
+    done = subprocess.run(
+        [sys.executable, REPORT, "--json", file, *flags], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())["rows"]
+
+
+def test_decode_at_sm_90(tmp_path):
+    """One bit at D = 128, G = 4 is predicted memory-bound on an H100: at most 1.15 instructions per stored element."""
+    rows = report(tmp_path, "--arch", "sm_90", "--dim", "128", "--kernel", "decode")
+    assert {(row["bits"], row["G"]) for row in rows} == {(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (1, 2), (1, 8), (1, 16)}
+    assert all(row["spills"] == 0 and row["load_bits"] == 128 and row["mma"] >= 64 for row in rows)
+    main = next(row for row in rows if row["bits"] == 1 and row["G"] == 4)
+    assert main["instr_per_element"] <= 1.15 and main["limit"] == "memory"
+
+
+@pytest.mark.slow
+def test_every_kernel_on_every_target(tmp_path):
+    rows = report(tmp_path)
+    assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert {"decode", "scan", "select", "tail", "refine", "exact"} <= {row["kernel"] for row in rows}
