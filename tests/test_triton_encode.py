@@ -63,7 +63,7 @@ def test_encode_gives_the_bytes_of_the_reference_in_every_combination(dim):
 @pytest.mark.parametrize(("dim", "tokens"), [(64, 128), (80, 128), (256, 64)])
 def test_pages_in_tiles_of_the_size_that_a_gpu_takes(dim, tokens, monkeypatch):
     """The tile of a program changes neither the words that it puts together nor the sums over the page."""
-    for elements in (4096, 8 * 256):
+    for elements in (4096, 2048):
         monkeypatch.setattr(encoder, "TILE_ELEMENTS", elements)
         assert not encode_wrongly(["outliers"], dim, tokens, (4, 1), (2, 1), False)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from bitkv_dist.kernels.triton.rotate import FACTORS, constants, log2, rotate_rows, rotation_of, tree_sum
 
-TILE_ELEMENTS = 4096  # of a page that a program holds in registers at a time; with these two nothing spills
+TILE_ELEMENTS = 2048  # of a page that a program holds in registers at a time; with so many warps nothing spills
 WARPS = 8
 
 
