@@ -120,7 +120,7 @@ def ranks_with(fault: str, folder: Path, logs: Path, rank: int = 1, port: int | 
         ("raise", 1, rf"^bitkv: rank 1 of 3 \(host {HOST}, step 3\): RuntimeError: boom$"),
         ("kill-decode", 1, rf"^{SURVIVOR}lost rank 1 \(host {HOST}, last in .*\): no sign of life; killed"),
         ("kill-decode", 0, rf"^bitkv: rank [12] of 3 .*: lost rank 0 \(host {HOST}\), which keeps the rendez"),
-        ("wander", 1, rf"^bitkv: rank 1 of 3 .*: rank 1 \(host {HOST}, step 3\): has other tokens .* since step 3$"),
+        pytest.param("wander", 1, r"rank 1 \(host .*, step 3\): has other tokens .* since step 3$", marks=pytest.mark.slow),
         pytest.param("wander", 0, r"^bitkv: rank [12] of 3 .*: rank 0 \(host .*\): has other tokens", marks=pytest.mark.slow),
         pytest.param("kill-prefill", 1, r"lost rank 1 \(host .*, last in .*\): no sign of life", marks=pytest.mark.slow),
         pytest.param("stop", 1, r"rank 1 \(host .*, last in .*\): no sign of life; killed, stop", marks=pytest.mark.slow),
@@ -162,6 +162,7 @@ def test_interrupt(receivers, folder, tmp_path):
         assert len(running.messages()) == 1 and re.search(r"^bitkv: rank \d of 3 .*: interrupted$", running.messages()[0])
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(folder, tmp_path):
     with socket.create_server(("", 0)) as busy:
         port = busy.getsockname()[1]
