@@ -217,7 +217,8 @@ def main() -> None:
     place = checkpoint.localise(args.model)
     peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}
     reference = peers.get("hf-fp32") or Stock(place, torch.float32)
-    checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, args.weights == "bfloat16")
+    rounded = args.weights == "bfloat16" and not checkpoint.stored_in_bfloat16(place)
+    checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, rounded)
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
     rate = stream_gb_s(args.threads)

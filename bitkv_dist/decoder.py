@@ -1,8 +1,8 @@
-"""The dense part of decode steps on a CPU, by our own kernels over the weights of the loaded model.
+"""The dense part of a model on a CPU, by our own kernels over the weights of the loaded model.
 
-A step has a row per sequence. Its cost is reading the weights once, so they are read where they lie, in float32 or bfloat16;
-everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit. Prompts, whose
-many rows are torch's strength, go through transformers' layers over the same weights.
+A decode step has a row per sequence. Its cost is reading the weights once, so they are read where they lie, in float32 or
+bfloat16; everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit. A prompt
+has many rows: its matrix products are torch's, and only the small operations between them are ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Decoder:
     """Decode steps of one model. Everything it computes is float32."""
 
     def __init__(self, module: PreTrainedModel, head_dim: int) -> None:
-        self.module = module
+        self.module, self.head_dim = module, head_dim
         self.kept: list[torch.Tensor] = []  # what the addresses below point to
         self.blocks = [self.block(layer, head_dim) for layer in module.model.layers]
         self.norm, self.eps = self.vector(module.model.norm.weight), module.model.norm.variance_epsilon
@@ -54,6 +54,30 @@ class Decoder:
             handle, _ = cache.update(k, v, index)
             dense.feed_forward(block, handle.attend(q, self.scaling), hidden, step)
         return dense.head(self.matrix, self.norm, self.eps, hidden)
+
+    @torch.no_grad()
+    def layer(self, index: int, module: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
+              cache: PackedCache) -> torch.Tensor:
+        """A prompt's layer in float32: hidden [b, n, E] -> [b, n, E]. Torch's matrix products with the weights of `module`, layer
+        `index` in float32, and our own kernels between them; angles: (cosine, sine) [b, n, rotary dim]."""
+        block, attention, mlp, shape = self.blocks[index], module.self_attn, module.mlp, (*hidden.shape[:2], -1, self.head_dim)
+        normed = dense.norm(block.attention_norm, block.eps, hidden.contiguous())
+        if hasattr(attention, "qkv_proj"):
+            widths = [block.heads * block.dim, *[block.kv_heads * block.dim] * 2]
+            q, k, v = (part.contiguous() for part in attention.qkv_proj(normed).split(widths, -1))
+        else:
+            q, k, v = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+        dense.place(block, *(part.expand(*hidden.shape[:2], -1).contiguous() for part in angles), q, k)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
+        handle, _ = cache.update(k, v, index)
+        hidden = hidden + attention.o_proj(handle.attend(q, self.scaling).flatten(2))
+        normed = dense.norm(block.mlp_norm, block.eps, hidden)
+        if hasattr(mlp, "gate_up_proj"):
+            gate, up = (part.contiguous() for part in mlp.gate_up_proj(normed).chunk(2, -1))
+        else:
+            gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+        dense.gate(gate, up)
+        return hidden.add_(mlp.down_proj(gate))
 
     # -- the weights, layer by layer
 

@@ -89,6 +89,8 @@ class ServedModel:
         `attend(q [b, H_local, n, D], scaling=)` gives [b, n, H_local, D].
         """
         layer = self.widened.layer(index) if self.widened else self.module.model.layers[index]
+        if self.decoder is not None and self.dtype == torch.float32:
+            return self.decoder.layer(index, layer, hidden, position_embeddings, cache)
         return layer(
             hidden,
             attention_mask=None,

@@ -78,7 +78,8 @@ class Dense:
 
     def attend(self, q, scaling):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in self.now)
-        return ((q @ k.transpose(2, 3) * scaling).softmax(-1) @ v).transpose(1, 2)
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        return ((q @ k.transpose(2, 3) * scaling).masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(1, 2)
 
 
 SHAPES = {name: (name, {}) for name in tiny.CONFIGS} | {
@@ -91,7 +92,8 @@ SHAPES = {name: (name, {}) for name in tiny.CONFIGS} | {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weights", ["model", "bfloat16"])
 def test_a_step_is_that_of_transformers_layers(shape, weights, tmp_path):
-    """Three steps of three sequences at their own positions; kept in bfloat16, the layers are the widened ones."""
+    """A prompt of 37 tokens in all three rows, then three steps at their own positions; kept in bfloat16, transformers' layers
+    are the widened ones."""
     architecture, sizes = SHAPES[shape]
     served = load(tiny.save(tmp_path, architecture, **sizes), weights=weights)
     for parameter in served.module.parameters():
@@ -99,6 +101,14 @@ def test_a_step_is_that_of_transformers_layers(shape, weights, tmp_path):
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     served = replace(served, decoder=type(served.decoder)(served.module, served.head_dim))
     stock, caches = replace(served, decoder=None), (Dense(), Dense())
+    positions = torch.stack([torch.arange(37), torch.arange(37) + 50, torch.arange(37) * 20])
+    hidden = [each.embed(torch.tensor([tiny.prompt(37, row) for row in range(3)])) for each in (served, stock)]
+    for index in range(2):
+        hidden = [
+            each.layer(index, states, positions, each.rotary(states, positions), cache)
+            for each, states, cache in zip((served, stock), hidden, caches, strict=True)
+        ]
+        torch.testing.assert_close(*hidden, atol=2e-5 * hidden[1].abs().max().item(), rtol=0)
     for step in range(3):
         ids, positions = torch.tensor([[3 + step], [77], [200 - step]]), torch.tensor([[step], [90 + step], [900]])
         found = served.step(ids, positions, caches[0])

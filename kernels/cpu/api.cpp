@@ -197,13 +197,13 @@ int64_t bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* 
 // head_stride floats apart; out like q. Returns 0, having done nothing, where the instruction set has no such kernel.
 int64_t bitkv_attend_prompt(int64_t kv_heads, int64_t group, int64_t n, int64_t dim, int64_t total, float scale, const float* q, const float* k,
                             const float* v, int64_t head_stride, float* out, int64_t threads) {
-    constexpr int64_t ROWS = 192;  // of a task: enough that turning a block of keys costs little, few enough to stay in the cache
     const auto run = kernels().attend_prompt;
     if (!run) return 0;
-    const int64_t rows = group * n, tasks = (rows + ROWS - 1) / ROWS;
+    // Rows of a task: enough that turning a block of keys costs little, few enough to stay in the cache and to share them out.
+    const int64_t rows = group * n, some = std::clamp<int64_t>(kv_heads * rows / (4 * threads), 96, 768), tasks = (rows + some - 1) / some;
     Pool::instance().run(kv_heads * tasks, threads, [&](int64_t task) {
-        const int64_t head = task / tasks, first = task % tasks * ROWS, offset = head * rows * dim;
-        run(dim, n, total, scale, q + offset, k + head * head_stride, v + head * head_stride, first, std::min(rows, first + ROWS), out + offset);
+        const int64_t head = task / tasks, first = task % tasks * some, offset = head * rows * dim;
+        run(dim, n, total, scale, q + offset, k + head * head_stride, v + head * head_stride, first, std::min(rows, first + some), out + offset);
     });
     return 1;
 }

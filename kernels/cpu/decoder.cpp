@@ -34,10 +34,6 @@ struct Outputs {
     }
 };
 
-}  // namespace
-
-extern "C" {
-
 // The weights of a decoder layer; query_norm and key_norm [D] are null where the architecture has none.
 struct Block {
     int64_t heads, kv_heads, dim, rotary_dim;
@@ -45,6 +41,46 @@ struct Block {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
     Matrix q, k, v, o, gate, up, down;
 };
+
+// Some heads [heads, D] of one position.
+void place(const Block& block, int64_t heads, const float* norm, const float* cosine, const float* sine, float* x) {
+    for (int64_t i = 0; i < heads; ++i, x += block.dim) {
+        if (norm) kernels().rms_norm(block.dim, block.eps, x, norm, x);
+        kernels().rotary(block.rotary_dim, cosine, sine, x);
+    }
+}
+
+template <class Work>
+void share_rows(int64_t rows, int64_t threads, const Work& work) {
+    constexpr int64_t TASK = 32;
+    Pool::instance().run((rows + TASK - 1) / TASK, threads, [&](int64_t task) {
+        for (int64_t r = task * TASK; r < std::min(rows, (task + 1) * TASK); ++r) work(r);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// The small operations of a prompt's layer, between torch's matrix products; all of them row by row.
+
+// y[r] = norm of x[r], fp32 [rows, width]
+void bitkv_norm(const float* weight, float eps, const float* x, int64_t rows, int64_t width, float* y, int64_t threads) {
+    share_rows(rows, threads, [&](int64_t r) { kernels().rms_norm(width, eps, x + r * width, weight, y + r * width); });
+}
+
+// Norms, where the architecture has them, and rotary positions of q [rows, H, D] and k [rows, HK, D] in place.
+void bitkv_place(const Block* block, const float* cosine, const float* sine, float* q, float* k, int64_t rows, int64_t threads) {
+    share_rows(rows, threads, [&](int64_t r) {
+        place(*block, block->heads, block->query_norm, cosine + r * block->rotary_dim, sine + r * block->rotary_dim, q + r * block->heads * block->dim);
+        place(*block, block->kv_heads, block->key_norm, cosine + r * block->rotary_dim, sine + r * block->rotary_dim, k + r * block->kv_heads * block->dim);
+    });
+}
+
+// gate = silu(gate) * up, fp32 [rows, width]
+void bitkv_gate(float* gate, const float* up, int64_t rows, int64_t width, int64_t threads) {
+    share_rows(rows, threads, [&](int64_t r) { kernels().gated(width, gate + r * width, up + r * width); });
+}
 
 // hidden fp32 [rows, E], cosine and sine [rows, rotary_dim] -> q [rows, H, D], k and v [rows, HK, D]
 void bitkv_project(const Block* block, const float* hidden, int64_t rows, const float* cosine, const float* sine, float* q, float* k,
@@ -55,16 +91,7 @@ void bitkv_project(const Block* block, const float* hidden, int64_t rows, const 
     for (int64_t r = 0; r < rows; ++r) run.rms_norm(width, block->eps, hidden + r * width, block->attention_norm, &normed[r * width]);
     const Outputs outputs = {{&block->q, &block->k, &block->v}, {q, k, v}};
     Pool::instance().run(outputs.count(), threads, [&](int64_t task) { outputs.run(task, normed.data(), rows); });
-    const auto place = [&](float* x, int64_t heads, const float* norm) {
-        for (int64_t i = 0; i < rows * heads; ++i) {
-            float* head = x + i * block->dim;
-            const int64_t angles = i / heads * block->rotary_dim;
-            if (norm) run.rms_norm(block->dim, block->eps, head, norm, head);
-            run.rotary(block->rotary_dim, cosine + angles, sine + angles, head);
-        }
-    };
-    place(q, block->heads, block->query_norm);
-    place(k, block->kv_heads, block->key_norm);
+    bitkv_place(block, cosine, sine, q, k, rows, 1);
 }
 
 // attended fp32 [rows, H D], the attention's output; hidden fp32 [rows, E] becomes the layer's output in place.

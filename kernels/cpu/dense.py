@@ -58,6 +58,23 @@ def feed_forward(block: Block, attended: torch.Tensor, hidden: torch.Tensor, ste
     cpu.load().bitkv_feed_forward(ctypes.byref(block), *_pointers(attended, hidden), ctypes.c_int64(step.rows), _threads())
 
 
+def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:
+    """RMS norm of x fp32 [.., width], contiguous; weight: address of fp32 [width]."""
+    y = torch.empty_like(x)
+    cpu.load().bitkv_norm(ctypes.c_void_p(weight), ctypes.c_float(eps), *_pointers(x), *_rows(x), *_pointers(y), _threads())
+    return y
+
+
+def place(block: Block, cosine: torch.Tensor, sine: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Norms and rotary positions in place: q fp32 [rows, H D], k [rows, HK D], cosine and sine [rows, rotary dim], contiguous."""
+    cpu.load().bitkv_place(ctypes.byref(block), *_pointers(cosine, sine, q, k), ctypes.c_int64(cosine.numel() // block.rotary_dim), _threads())
+
+
+def gate(gates: torch.Tensor, up: torch.Tensor) -> None:
+    """gates = silu(gates) * up in place, both fp32 [.., width], contiguous."""
+    cpu.load().bitkv_gate(*_pointers(gates, up), *_rows(up), _threads())
+
+
 def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
     """Last norm and LM head: hidden fp32 [rows, E] -> logits fp32 [rows, vocabulary]."""
     logits = torch.empty(len(hidden), weight.out)
@@ -67,6 +84,11 @@ def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -
 
 def _pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def _rows(x: torch.Tensor) -> list[ctypes.c_int64]:
+    """How many rows, and how wide."""
+    return [ctypes.c_int64(x.numel() // x.shape[-1]), ctypes.c_int64(x.shape[-1])]
 
 
 def _threads() -> ctypes.c_int64:
