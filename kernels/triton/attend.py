@@ -105,7 +105,7 @@ def launch_decode(
         KEY_PLANES=layout.planes[KEYS], VALUE_PLANES=layout.planes[VALUES], KEY_SCAN=layout.scan[KEYS], VALUE_SCAN=layout.scan[VALUES],
         KEY_CENTROID=layout.centroid[KEYS], VALUE_CENTROID=layout.centroid[VALUES],
         GROUP=padded, COLS=max(chosen.columns, padded), SCANNED=scanned is not None, ASSEMBLY=chosen.assembly,
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
     )  # fmt: skip
     return m, l, o
 
@@ -133,12 +133,12 @@ def attend_tiered(
     scan_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.codes, query.rotated, *sizes, **record,
         D=dim, KEY_BITS=layout.scan_bits[KEYS], KEY_PLANES=layout.planes[KEYS], KEY_CENTROID=layout.centroid[KEYS],
-        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.warps, num_stages=chosen.stages,
+        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
     )  # fmt: skip
     select_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,
         refinement.scan_noise, **record, KEY_BITS=layout.scan_bits[KEYS], KEY_SCAN=layout.scan[KEYS],
-        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps,
+        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps(padded),
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
     low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]
@@ -149,7 +149,7 @@ def attend_tiered(
         KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS], VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
         KEY_LOW=layout.low[KEYS], VALUE_LOW=layout.low[VALUES], VALUE_PLANES=layout.planes[VALUES],
         VALUE_CENTROID=layout.centroid[VALUES], COLS=max(chosen.columns, padded) if refinement.group else chosen.columns,
-        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room),
+        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room, dim, padded if refinement.group else 1),
     )  # fmt: skip
     return (m, l, o), tokens
 

@@ -67,6 +67,14 @@ def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
+def in_tile(sums):
+    """The same numbers int32 [ROWS, COLS], held by the threads that hold them when a tensor core has computed them: what follows is
+    laid out for that, and loaded numbers otherwise drag it all into the layout of the load."""
+    none = tl.zeros((sums.shape[0], 32), tl.int8)
+    return tl.dot(none, tl.zeros((32, sums.shape[1]), tl.int8), sums, out_dtype=tl.int32)
+
+
+@triton.jit
 def centroid_score(centroid, q_rotated, D: tl.constexpr):
     """q.c of a page, fp32 [GROUP]; q_rotated fp32 [D rounded up to a power of two, GROUP]."""
     dim = tl.arange(0, q_rotated.shape[0])
@@ -149,7 +157,8 @@ def decode(
 
         if SCANNED:
             token = tl.arange(0, P // SETS)[:, None] + P // SETS * column_set + turn % PAGES * P
-            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0)
+            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0).to(tl.int32)
+            sums = in_tile(sums)
         else:
             sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
         key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)

@@ -59,6 +59,8 @@ def refine(
     q_head = source * group + list_head + column
     out_head = target * group + list_head + column
 
+    if tl.load(tokens + (target * lists + list_head) * LIST) < 0:
+        return  # nothing is listed; of a slot without a granule not even the address may be used
     index = tl.arange(0, LIST)
     token = tl.load(tokens + (target * lists + list_head) * LIST + index)
     listed = token >= 0

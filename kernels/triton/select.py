@@ -94,6 +94,10 @@ def select(
     tl.store(tokens + to + place, token + tl.zeros((LISTS, 1), tl.int32), mask=listed)
     spare = tl.arange(0, LIST)[None, :]
     tl.store(tokens + to + spare, tl.full((LISTS, LIST), -1, tl.int32), mask=(spare >= count) & (row < lists))
-    taken = listed & real
-    tl.store(tops + (target * group + member) * LIST + place, found.to(tl.int32), mask=taken)
-    tl.store(dots + at, tl.full((GROUP, 512), excluded(KEY_BITS), dots.dtype.element_ty), mask=taken)
+    tl.debug_barrier()
+    place = tl.arange(0, LIST)[None, :]
+    position = tl.load(tokens + (target * lists + (0 if LISTS == 1 else member)) * LIST + place, mask=real, other=-1)
+    taken = real & (position >= 0)
+    at = (target * group + member) * 512 + position
+    tl.store(tops + (target * group + member) * LIST + place, tl.load(dots + at, mask=taken, other=0).to(tl.int32), mask=taken)
+    tl.store(dots + at, tl.full((GROUP, LIST), excluded(KEY_BITS), dots.dtype.element_ty), mask=taken)
