@@ -84,15 +84,15 @@ class TableCodec(Codec, Protocol):
     """A codec whose decode step takes every length from the device."""
 
     def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> Any:
-        """What `attend_table` reads: granules' records at the address of base + offsets int64 [B, slots], lane i of `lanes` taking
-        slots i, i + lanes, ..; bounds int32 [B, lanes, 2]: first and end of the lane's pages, counted in its granules."""
+        """What `attend_table` reads. base + offsets int64 [B, slots]: where each granule's records lie; lane i of `lanes` takes
+        slots i, i + lanes, ..; bounds int32 [B, lanes, 2]: first and end of a lane's pages, counted in its granules."""
 
     def bounds(self, spans: torch.Tensor, lanes: int) -> torch.Tensor:
         """The bounds of all lanes for the pages first .. end - 1 of each sequence, spans int64 [B, 2]."""
 
     def attend_table(self, query: Any, table: Any, nodes: int) -> tuple[list[Partial], torch.Tensor]:
-        """Prepared queries [B, HK, 1, G, ..] -> the first `nodes` nodes of each sequence's merge tree, Partials [nodes, HK, 1, G]
-        in the codec's own space, and how many tokens were refined, int64 []."""
+        """Prepared queries [B, HK, 1, G, ..] -> the first `nodes` nodes of each sequence's merge tree, Partials [nodes, HK, 1,
+        G] in the codec's own space, and how many tokens were refined, int64 []."""
 
     def conclude(self, root: Partial, exact: Partial) -> torch.Tensor:
         """The attention output fp32 [HK, 1, G, D] from the root of the merge tree and the partial of the exact tokens."""

@@ -28,13 +28,14 @@ class Config:
     precision: str  # of products of fp32 numbers on tensor cores
     select_warps: int = 1
     exact_warps: int = 4
+    encode_registers: int | None = None  # at most: left alone, ptxas spills a few to fit another program on a multiprocessor
 
     def refine_warps(self, tokens: int) -> int:
         """Of a program that refines so many tokens."""
         return max(4, min(8, tokens // 32))
 
 
-NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3")
+NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3", encode_registers=255)
 AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1, precision="ieee")
 
