@@ -64,7 +64,7 @@ def packed_steps(config: CacheConfig, context: int) -> tuple[list[Step], int]:
 
         def run() -> torch.Tensor:
             (nodes,), _ = codec.attend_table(codec.prepare(q), table, 1)
-            return codec.conclude(nodes.rows(0), nothing)
+            return codec.conclude_table(nodes.rows(0), nothing)
 
         return run
 

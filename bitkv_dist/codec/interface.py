@@ -49,8 +49,7 @@ class Codec(Protocol):
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
     # Whether a decode step is `see` and `conclude`, two calls of compiled code, in place of all from `prepare` to `finish`.
     fused: bool
-    # Whether a decode step finds its pages by tables on the device: also `table`, `bounds`, `attend_table`, `conclude_table`.
-    takes_tables: bool
+    takes_tables: bool  # whether a decode step finds its pages by tables.StepTables: such a codec is a TableCodec
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
@@ -81,6 +80,24 @@ class Codec(Protocol):
 
     def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""
+
+
+class TableCodec(Codec, Protocol):
+    """A codec whose decode step takes every length from the device."""
+
+    def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> Any:
+        """What `attend_table` reads. base + offsets int64 [B, slots]: where each granule's records lie; lane i of `lanes` takes
+        slots i, i + lanes, ..; bounds int32 [B, lanes, 2]: first and end of a lane's pages, counted in its granules."""
+
+    def bounds(self, spans: torch.Tensor, lanes: int) -> torch.Tensor:
+        """The bounds of all lanes for the pages first .. end - 1 of each sequence, spans int64 [B, 2]."""
+
+    def attend_table(self, query: Any, table: Any, nodes: int) -> tuple[list[Partial], torch.Tensor]:
+        """Prepared queries [B, HK, 1, G, ..] -> the first `nodes` nodes of each sequence's merge tree, Partials [nodes, HK, 1,
+        G] in the codec's own space, and how many tokens were refined, int64 []."""
+
+    def conclude_table(self, root: Partial, exact: Partial) -> torch.Tensor:
+        """The attention output fp32 [HK, 1, G, D] from the root of the merge tree and the partial of the exact tokens."""
 
 
 def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:

@@ -1,6 +1,7 @@
 """The planes codec on a GPU: the same records, encoded and attended to by the Triton kernels.
 
-A decode step finds its pages by tables on the device, so that nothing of it depends on a length that the host knows.
+A decode step finds its pages by tables on the device (interface.TableCodec), so that nothing of it depends on a length that the
+host knows.
 """
 
 from __future__ import annotations
@@ -48,21 +49,16 @@ class PlanesCodecTriton(PlanesCodecCpu):
         return Partial(*part), self.count_reads(page_valid.sum(), query.codes.shape[-3], refined)
 
     def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> triton.Table:
-        """What `attend_table` reads: granule records at base + offsets int64 [B, slots], and `bounds` of the lanes' pages."""
         return triton.Table(base, offsets, bounds)
 
     def bounds(self, spans: torch.Tensor, lanes: int) -> torch.Tensor:
-        """int32 [B, lanes, 2]: of the pages first .. end - 1 of each sequence, spans int64 [B, 2], those of each lane."""
         return triton.lane_bounds(spans, lanes, GRANULE_TOKENS // self.config.page_tokens)
 
     def attend_table(self, query: triton.Query, table: triton.Table, nodes: int) -> tuple[list[Partial], torch.Tensor]:
-        """Queries [B, HK, 1, G, ..] -> the first `nodes` nodes of each sequence's merge tree, Partials [nodes, HK, 1, G] in the
-        rotated space, and how many tokens were refined, int64 []."""
         *lanes, refined = triton.attend_lanes(self.native_layout, query, table, self.refinement)
         return [Partial(*triton.halve(*sequence, nodes)) for sequence in zip(*lanes, strict=True)], refined
 
     def conclude_table(self, root: Partial, exact: Partial) -> torch.Tensor:
-        """The attention output fp32 [HK, 1, G, D] from the root of the merge tree and the partial of the exact tokens."""
         return triton.conclude(root, exact, self.signs["V"])
 
 

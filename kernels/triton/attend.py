@@ -168,6 +168,8 @@ def refined_counts(page_tokens: int, share: float, min_tokens: int, device: torc
 
 def count_refined(tokens: torch.Tensor) -> torch.Tensor:
     """int64 []: tokens [B, slots, HK, Q, R, LIST] of `attend_tiered`, each counted once although several heads may list it."""
+    if tokens.shape[-2] == 1:
+        return (tokens >= 0).sum()
     listed = tokens.flatten(-2).sort(-1).values
     again = (listed[..., 1:] == listed[..., :-1]) & (listed[..., 1:] >= 0)
     return (listed >= 0).sum() - again.sum()

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from bitkv_dist.kernels.triton.rotate import FACTORS, constants, log2, rotate_rows, rotation_of, tree_sum
+from bitkv_dist.kernels.triton.tables import config
 
 TILE_ELEMENTS = 2048  # of a page that a program holds in registers at a time; with so many warps nothing spills
 WARPS = 8
@@ -175,7 +176,8 @@ def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, va
     [pages, HK, record_bytes], the bytes of the reference. unbiased: the keys' scan scale is <z, z> / <z, level>."""
     pages, kv_heads, tokens, dim = k.shape
     records = torch.zeros(pages, kv_heads, layout.record_bytes, dtype=torch.uint8, device=k.device)
-    rotation = rotation_of(dim)
+    rotation, registers = rotation_of(dim), config(k.device).encode_registers
+    options = {} if registers is None else {"maxnreg": registers}
     tile = max(8, min(tokens, TILE_ELEMENTS // rotation.WIDE))
     for side, (x, signs) in enumerate(((k, key_signs), (v, value_signs))):
         if pages:
@@ -183,6 +185,7 @@ def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, va
                 x, *x.stride(), signs, constants(dim, k.device), records, kv_heads, layout.record_bytes,
                 layout.planes[side], layout.scan[side], layout.full[side], layout.low[side], layout.centroid[side],
                 SIDE=side, TOKENS=tokens, TILE=tile, **rotation._asdict(), BITS=layout.bits[side],
-                SCAN_BITS=layout.scan_bits[side], UNBIASED=bool(unbiased and side == 0), num_warps=WARPS, enable_fp_fusion=False,
+                SCAN_BITS=layout.scan_bits[side], UNBIASED=bool(unbiased and side == 0),
+                num_warps=WARPS, enable_fp_fusion=False, **options,
             )  # fmt: skip
     return records

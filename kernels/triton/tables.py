@@ -29,6 +29,7 @@ class Config:
     stages: int
     precision: str
     exact_warps: int = 4
+    encode_registers: int | None = None  # at most: left alone, ptxas spills a few to fit another program on a multiprocessor
 
     def page_warps(self, dim: int, heads: int) -> int:
         """Of a program of `decode` or `scan`: its scores and outputs fill the registers of one warp up to four heads."""
@@ -42,7 +43,7 @@ class Config:
         return min(8, max(1, tokens // 32 * self.page_warps(dim, heads)))
 
 
-NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3")
+NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", encode_registers=255)
 AMD = Config(columns=16, lanes=64, assembly=PLAIN.value, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
