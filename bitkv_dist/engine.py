@@ -41,7 +41,7 @@ class Result:
     first_token_s: float = 0.0
     decode_s: float = 0.0
     decoded_tokens: int = field(default=0)  # tokens of decode_s: all but the first of each sequence
-    prefilled_tokens: int = 0  # tokens of prefill_s: those that were not in the cache before
+    prefilled_tokens: int = 0  # tokens of prefill_s: those that neither were in the cache nor had been sampled
 
 
 class Engine:
@@ -102,7 +102,7 @@ class Engine:
         keep = keep and self.cache is not None
         with torch.inference_mode():
             started = time.perf_counter()
-            held = self.cached_tokens() if keep or fill else 0
+            held = self.cached_tokens() + sum(map(len, self.pending)) if keep or fill else 0
             fill = fill or (self.append if keep else self.begin)
             logits = fill(prompts, on_prefill or ignore)
             if on_filled is not None:

@@ -27,7 +27,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "timing": {
             "load_s": load_s,
             "prefill_s": result.prefill_s,
-            "prefill_tokens_per_s": ratio(result.prefilled_tokens, result.prefill_s),
+            "prefill_tokens_per_s": ratio(result.prefilled_tokens, result.prefill_s) if result.prefilled_tokens else None,
             "first_token_s": result.first_token_s,
             "decode_s": result.decode_s,
             "decode_tokens_per_s": ratio(result.decoded_tokens, result.decode_s),
