@@ -11,18 +11,20 @@ from bitkv_dist.kernels import cpu
 
 REFERENCE = "reference"
 
-_forced: str | None = None
+_forced: str | None = None  # by `forced`
+_asked: str | None = None  # by `use`
 
 
 def backend(device: torch.device) -> tuple[str, str]:
-    """(name, why): "cpu-avx512", "cpu-avx2", "cpu-portable" or "reference"."""
+    """(name, why): "cpu-" and the instruction set, or "reference"."""
     if _forced == REFERENCE:
         return REFERENCE, "asked for"
     if device.type != "cpu":
         return REFERENCE, f"plain torch: there are no compiled kernels for {device.type} yet"
     if cpu.load() is None:
         return REFERENCE, cpu.reason()
-    return f"cpu-{cpu.choose(_forced)}", "asked for" if _forced else "the best instruction set of this machine"
+    wanted = _forced or _asked
+    return f"cpu-{cpu.choose(wanted)}", "asked for" if wanted else "the best instruction set of this machine"
 
 
 def on_cpu(device: torch.device) -> bool:
@@ -30,9 +32,19 @@ def on_cpu(device: torch.device) -> bool:
     return device.type == "cpu" and _forced != REFERENCE and cpu.load() is not None
 
 
+def use(isa: str) -> None:
+    """The C++ kernels run with this instruction set from now on; `auto` = the best of this machine. ValueError if it lacks it."""
+    global _asked
+    if isa != "auto" and cpu.load() is None:
+        raise ValueError(f"cpu_isa {isa}: {cpu.reason()}; or leave it at auto")
+    _asked = None if isa == "auto" else isa
+    if cpu.load() is not None and _forced is None:
+        cpu.choose(_asked)
+
+
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Use `reference`, or the C++ kernels with one instruction set (`portable`, `avx2`, `avx512`), inside a with block."""
+    """Use `reference`, or the C++ kernels with one instruction set (a name in `cpu.ISAS`), inside a with block."""
     global _forced
     before = _forced
     _forced = name
@@ -43,4 +55,4 @@ def forced(name: str) -> Iterator[None]:
     finally:
         _forced = before
         if cpu.load() is not None:
-            cpu.choose(before if before != REFERENCE else None)
+            cpu.choose(_asked if before in (None, REFERENCE) else before)
