@@ -3,6 +3,8 @@
     python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 1 --threads 1 --json -
     python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 4 --refine 0.05
     --threads 2
+    python benchmarks/decode_attention.py --bits 1 --contexts 16384,65536,262144,1048576
+    python benchmarks/decode_attention.py --encode --heads 9 --kv-heads 3 --head-dim 64 --bits 4 --refine 0.05
 
 Checks the result against the plain-torch reference first, measures the streaming read rate of the machine in the same run,
 times everything interleaved over several sets of inputs that exceed the last-level cache together, and prints medians with
@@ -53,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scan-bits", type=int, default=1, help="planes read for every token when --refine is given")
     parser.add_argument("--refine", type=float, default=None, help="share of tokens re-scored with all their planes")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--contexts", type=numbers, help="instead: our time and memory at each of these, and a line through them")
+    parser.add_argument("--contexts", type=numbers, help="instead: our time and memory at each, and a line")
     parser.add_argument("--encode", action="store_true", help="instead: encoding a page against projecting its q, k and v")
     parser.add_argument("--peers", type=peers, default=peers("sdpa-fp32,matmul-bf16,matmul-fp32"), metavar="NAMES",
                         help=f"of {', '.join(decode_peers.PEERS)}; {decode_peers.GQA_ROWS} is always among them")  # fmt: skip
@@ -65,9 +67,8 @@ def parse() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.context % GRANULE_TOKENS:
-        parser.error(
-            f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {-(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS}"
-        )
+        whole = -(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS
+        parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {whole}")
     return args
 
 
@@ -147,7 +148,8 @@ def grow(args: argparse.Namespace) -> dict:
         ours = Ours(argparse.Namespace(**vars(args) | {"context": context}), 0)
         times = [timed(ours.step, q) for _ in range(args.repeats + 1)][1:]
         rows.append((context, statistics.median(times), ours.records.numel(), resident_bytes() - before))
-        print(f"{context:9d} tokens {rows[-1][1]:9.3f} ms   {rows[-1][2] / 1e6:8.1f} MB packed   {rows[-1][3] / 1e6:8.1f} MB resident")
+        _, ms, packed, resident = rows[-1]
+        print(f"{context:9d} tokens {ms:9.3f} ms   {packed / 1e6:8.1f} MB packed   {resident / 1e6:8.1f} MB resident")
         del ours
     contexts, times, packed, resident = zip(*rows, strict=True)
     slope, offset = statistics.linear_regression(contexts, times)
@@ -158,17 +160,18 @@ def grow(args: argparse.Namespace) -> dict:
 
 
 def encode(args: argparse.Namespace) -> dict:
-    """Encoding a page (all KV heads, keys and values) against the q, k and v projections of its tokens, hidden = heads * head_dim."""
+    """Encoding a page (all KV heads, keys and values) against projecting its tokens to q, k, v; hidden = heads * head_dim."""
     ours = Ours(args, 0)
     tokens, hidden = ours.config.page_tokens, args.heads * args.head_dim
     k, v = torch.randn(2, 1, args.kv_heads, tokens, args.head_dim)
     work = {"encode": lambda: ours.codec.encode(k, v)}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(tokens, hidden).to(dtype)
-        weights = [torch.randn(width * args.head_dim, hidden).to(dtype) for width in (args.heads, args.kv_heads, args.kv_heads)]
+        widths = [heads * args.head_dim for heads in (args.heads, args.kv_heads, args.kv_heads)]
+        weights = [torch.randn(width, hidden).to(dtype) for width in widths]
         work[f"qkv-{str(dtype)[6:]}"] = lambda x=x, weights=weights: [F.linear(x, weight) for weight in weights]
     times = {name: [] for name in work}
-    for turn in range(20 * args.repeats + 1):
+    for _ in range(20 * args.repeats + 1):
         for name, run in work.items():
             times[name].append(timed(lambda _, run=run: run(), None))
     median = {name: statistics.median(values[1:]) for name, values in times.items()}
@@ -209,15 +212,18 @@ def compare(args: argparse.Namespace) -> dict:
     packed_bytes = ours[0].records.numel()
     median = {name: statistics.median(values) for name, values in times.items()}
     ceiling_ms = packed_bytes / rate / 1e6
-    print(f"{packed_bytes / 1e6:.1f} MB packed, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.2f} ms would be memory speed")
+    streamed = f"{rate:.1f} GB/s streamed by {args.threads} thread(s)"
+    print(f"{packed_bytes / 1e6:.1f} MB packed, {streamed}: {ceiling_ms:.2f} ms would be memory speed")
     print(f"difference to the reference {difference:.1e}")
     for name, values in times.items():
-        print(f"{name:14s} {median[name]:9.2f} ms   ({min(values):.2f} .. {max(values):.2f})   {median[name] / median['ours']:6.1f} x ours")
+        spread = f"({min(values):.2f} .. {max(values):.2f})"
+        print(f"{name:14s} {median[name]:9.2f} ms   {spread}   {median[name] / median['ours']:6.1f} x ours")
     best = min(args.peers, key=median.get)
     return {
         "context": args.context, "bits": args.bits, "refine": args.refine, "ours_ms": median["ours"],
-        "peers_ms": {name: median[name] for name in args.peers}, "best_peer": best, "ratio_to_best_peer": median[best] / median["ours"],
-        "bytes_read": packed_bytes, "stream_gb_s": rate, "fraction_of_stream": ceiling_ms / median["ours"], "difference": difference,
+        "peers_ms": {name: median[name] for name in args.peers}, "best_peer": best,
+        "ratio_to_best_peer": median[best] / median["ours"], "bytes_read": packed_bytes, "stream_gb_s": rate,
+        "fraction_of_stream": ceiling_ms / median["ours"], "difference": difference,
     }  # fmt: skip
 
 

@@ -88,5 +88,6 @@ def require(mesh: Mesh, model: ServedModel, cache: CacheConfig, generate: Genera
         remedy = "run the same command, files and versions on every host, and `diagnose` for the whole list"
         if first.cause == "kernels":
             remedy = "name an instruction set that all hosts have, such as --cpu-isa avx2, or portable"
-        raise RuntimeError(f"rank {first.rank} differs from the others in layer {first.layer}{more}: another {first.cause}; {remedy}")
+        where = f"rank {first.rank} differs from the others in layer {first.layer}{more}"
+        raise RuntimeError(f"{where}: another {first.cause}; {remedy}")
     return found.rotation

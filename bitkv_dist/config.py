@@ -193,7 +193,7 @@ class ParallelConfig:
     tp: int = 1
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
-    cpu_isa: str = "auto"  # auto (the best of the machine) | avx512 | avxvnni | avx2 | portable: of the CPU kernels; all ranks must agree
+    cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 120.0
 

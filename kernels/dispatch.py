@@ -33,7 +33,7 @@ def on_cpu(device: torch.device) -> bool:
 
 
 def use(isa: str) -> None:
-    """The C++ kernels run with this instruction set from now on; `auto` = the best of this machine. ValueError if it lacks it."""
+    """The C++ kernels run with this instruction set from now on; `auto` = the machine's best. ValueError if it lacks it."""
     global _asked
     if isa != "auto" and cpu.load() is None:
         raise ValueError(f"cpu_isa {isa}: {cpu.reason()}; or leave it at auto")

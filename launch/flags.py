@@ -26,7 +26,7 @@ _GRID = (
     ("--tp", "parallel.tp", "tensor-parallel ranks"),
     ("--sp", "parallel.sp", "sequence-parallel ranks; all ranks / tp without it"),
     ("--device", "parallel.device", "auto, cpu or cuda"),
-    ("--cpu-isa", "parallel.cpu_isa", "instruction set of the CPU kernels, where hosts differ: auto, avx512, avxvnni, avx2 or portable"),
+    ("--cpu-isa", "parallel.cpu_isa", "of the CPU kernels, where hosts differ: auto, avx512, avxvnni, avx2 or portable"),
 )
 
 

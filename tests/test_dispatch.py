@@ -28,7 +28,7 @@ def test_without_a_library_the_reference_works_and_says_why(monkeypatch):
     name, why = dispatch.backend(CPU)
     assert name == "reference" and "compiler" in why and not dispatch.on_cpu(CPU)
     dispatch.use("auto")
-    with pytest.raises(ValueError, match="cpu_isa avx2: the C.. extension is not built: .*auto"):
+    with pytest.raises(ValueError, match=r"cpu_isa avx2: the C\+\+ extension is not built: .*auto"):
         dispatch.use("avx2")
 
 

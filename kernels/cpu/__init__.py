@@ -1,7 +1,7 @@
 """CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
-The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 VBMI + VNNI) are compiled side by side and
-chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
+The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 with VNNI and
+VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
 """
 
 from __future__ import annotations
