@@ -3,6 +3,8 @@
     python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 1 --threads 1 --json -
     python benchmarks/decode_attention.py --context 131072 --heads 32 --kv-heads 8 --head-dim 128 --bits 4 --refine 0.05
     --threads 2
+    python benchmarks/decode_attention.py --bits 1 --contexts 16384,65536,262144,1048576
+    python benchmarks/decode_attention.py --encode --heads 9 --kv-heads 3 --head-dim 64 --bits 4 --refine 0.05
 
 Checks the result against the plain-torch reference first, measures the streaming read rate of the machine in the same run,
 times everything interleaved over several sets of inputs that exceed the last-level cache together, and prints medians with
@@ -16,10 +18,13 @@ import argparse
 import json
 import math
 import platform
+import resource
 import statistics
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
+import decode_peers
 import torch
 import torch.nn.functional as F
 
@@ -28,7 +33,16 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.partial import Partial, tree
 
-PEERS = ("sdpa-bf16", "sdpa-fp32", "sdpa-gqa-bf16", "matmul-bf16", "matmul-fp32")
+
+def peers(names: str) -> list[str]:
+    chosen = [name for name in names.split(",") if name]
+    if unknown := set(chosen) - set(decode_peers.PEERS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be of {', '.join(decode_peers.PEERS)}")
+    return list(dict.fromkeys((decode_peers.GQA_ROWS, *chosen)))
+
+
+def numbers(text: str) -> list[int]:
+    return [-(-int(number) // GRANULE_TOKENS) * GRANULE_TOKENS for number in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
@@ -41,7 +55,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scan-bits", type=int, default=1, help="planes read for every token when --refine is given")
     parser.add_argument("--refine", type=float, default=None, help="share of tokens re-scored with all their planes")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peers", default=",".join(PEERS[:2] + PEERS[3:]), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--contexts", type=numbers, help="instead: our time and memory at each, and a line")
+    parser.add_argument("--encode", action="store_true", help="instead: encoding a page against projecting its q, k and v")
+    parser.add_argument("--peers", type=peers, default=peers("sdpa-fp32,matmul-bf16,matmul-fp32"), metavar="NAMES",
+                        help=f"of {', '.join(decode_peers.PEERS)}; {decode_peers.GQA_ROWS} is always among them")  # fmt: skip
     parser.add_argument("--sets", type=int, default=3, help="sets of inputs, walked in turn")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", choices=sorted(cpu.ISAS))
@@ -50,9 +67,8 @@ def parse() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.context % GRANULE_TOKENS:
-        parser.error(
-            f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {-(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS}"
-        )
+        whole = -(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS
+        parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {whole}")
     return args
 
 
@@ -78,14 +94,13 @@ class Ours:
         self.codec = make_codec(self.config, HeadShape(1, 0, args.kv_heads, args.head_dim, torch.float32), 0)
         self.granules = args.context // GRANULE_TOKENS
         generator = torch.Generator().manual_seed(seed)
-        distinct = min(self.granules, 8)  # random pages are repeated: their content does not change the work
+        distinct = min(self.granules, 8)
         pages = GRANULE_TOKENS // self.config.page_tokens
         k, v = (
             torch.randn(distinct * pages, args.kv_heads, self.config.page_tokens, args.head_dim, generator=generator)
             for _ in range(2)
         )
-        records = self.codec.encode(k, v).view(distinct, pages, args.kv_heads, -1)
-        self.records = records.repeat(-(-self.granules // distinct), 1, 1, 1)[: self.granules].contiguous()
+        self.records = packed_cache(self.codec.encode(k, v).view(distinct, pages, args.kv_heads, -1), self.granules)
         self.valid = torch.ones(self.granules, pages, dtype=torch.bool)
         self.index = torch.arange(self.granules)
 
@@ -97,23 +112,12 @@ class Ours:
         return self.codec.finish(tree(part, self.index, width, 1).rows(0)).normalised()
 
 
-def peer(name: str, args: argparse.Namespace, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function of the query [HK, 1, G, D] (base 2 is undone) that attends over a cache of its own in the named way."""
-    way, dtype = name.rsplit("-", 1)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    generator = torch.Generator().manual_seed(seed)
-    shape = (1, args.kv_heads, args.context, args.head_dim)
-    k, v = (torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for _ in range(2))
-
-    def run(q: torch.Tensor) -> torch.Tensor:
-        rows = (q * math.log(2)).squeeze(1).unsqueeze(0).to(dtype)  # [1, HK, G, D], the group laid out as query rows
-        if way == "sdpa":
-            return F.scaled_dot_product_attention(rows, k, v, scale=1.0)
-        if way == "sdpa-gqa":
-            return F.scaled_dot_product_attention(rows.flatten(1, 2).unsqueeze(2), k, v, scale=1.0, enable_gqa=True)
-        return torch.softmax((rows @ k.transpose(-1, -2)).float(), -1).to(dtype) @ v
-
-    return run
+def packed_cache(records: torch.Tensor, granules: int) -> torch.Tensor:
+    """`granules` granules of a few distinct ones [n, ...]: their content does not change the work."""
+    cache = torch.empty(granules, *records.shape[1:], dtype=torch.uint8)
+    for first in range(0, granules, len(records)):
+        cache[first : first + len(records)] = records[: granules - first]
+    return cache
 
 
 def check(ours: Ours, q: torch.Tensor) -> float:
@@ -130,53 +134,113 @@ def check(ours: Ours, q: torch.Tensor) -> float:
     return difference
 
 
-def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
+def grow(args: argparse.Namespace) -> dict:
+    """Time and memory of a step at several contexts, and the least-squares line through the times."""
+    page_bytes = resource.getpagesize()
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * page_bytes
+
+    rows = []
+    q = query(args, 0)
+    for context in args.contexts:
+        before = resident_bytes()
+        ours = Ours(argparse.Namespace(**vars(args) | {"context": context}), 0)
+        times = [timed(ours.step, q) for _ in range(args.repeats + 1)][1:]
+        rows.append((context, statistics.median(times), ours.records.numel(), resident_bytes() - before))
+        _, ms, packed, resident = rows[-1]
+        print(f"{context:9d} tokens {ms:9.3f} ms   {packed / 1e6:8.1f} MB packed   {resident / 1e6:8.1f} MB resident")
+        del ours
+    contexts, times, packed, resident = zip(*rows, strict=True)
+    slope, offset = statistics.linear_regression(contexts, times)
+    r2 = statistics.correlation(contexts, times) ** 2
+    print(f"{offset:.3f} ms + {slope * 1024:.5f} ms per 1,024 tokens, R^2 = {r2:.5f}")
+    return {"contexts": contexts, "ours_ms": times, "packed_bytes": packed, "resident_bytes": resident,
+            "fit_offset_ms": offset, "fit_ms_per_1024_tokens": slope * 1024, "r2": r2}  # fmt: skip
+
+
+def encode(args: argparse.Namespace) -> dict:
+    """Encoding a page (all KV heads, keys and values) against projecting its tokens to q, k, v; hidden = heads * head_dim."""
+    ours = Ours(args, 0)
+    tokens, hidden = ours.config.page_tokens, args.heads * args.head_dim
+    k, v = torch.randn(2, 1, args.kv_heads, tokens, args.head_dim)
+    work = {"encode": lambda: ours.codec.encode(k, v)}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, hidden).to(dtype)
+        widths = [heads * args.head_dim for heads in (args.heads, args.kv_heads, args.kv_heads)]
+        weights = [torch.randn(width, hidden).to(dtype) for width in widths]
+        work[f"qkv-{str(dtype)[6:]}"] = lambda x=x, weights=weights: [F.linear(x, weight) for weight in weights]
+    times = {name: [] for name in work}
+    for _ in range(20 * args.repeats + 1):
+        for name, run in work.items():
+            times[name].append(timed(lambda _, run=run: run(), None))
+    median = {name: statistics.median(values[1:]) for name, values in times.items()}
+    for name, values in times.items():
+        print(f"{name:14s} {median[name]:9.3f} ms   ({min(values[1:]):.3f} .. {max(values[1:]):.3f})")
+    return {"page_tokens": tokens, "hidden": hidden, "bits": args.bits, "encode_ms": median["encode"],
+            "projections_ms": {name: median[name] for name in work if name != "encode"}}  # fmt: skip
+
+
+def query(args: argparse.Namespace, seed: int) -> torch.Tensor:
     shape = (args.kv_heads, 1, args.heads // args.kv_heads, args.head_dim)
-    queries = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i)) / math.sqrt(args.head_dim) * math.log2(math.e)
-        for i in range(args.sets)
-    ]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / math.sqrt(args.head_dim) * math.log2(math.e)
+
+
+def timed(run, q: torch.Tensor | None) -> float:
+    """Milliseconds of run(q)."""
+    started = time.perf_counter()
+    run(q)
+    return (time.perf_counter() - started) * 1e3
+
+
+def compare(args: argparse.Namespace) -> dict:
+    """Our step against the peers', interleaved."""
+    queries = [query(args, seed) for seed in range(args.sets)]
     ours = [Ours(args, seed) for seed in range(args.sets)]
     difference = check(ours[0], queries[0])
-    names = [name for name in args.peers.split(",") if name]
-    sets = 1 + (1 << 28) // (args.context * args.kv_heads * args.head_dim * 4)
-    peers = {name: [peer(name, args, seed) for seed in range(min(sets, args.sets))] for name in names}
-    backend, _ = dispatch.backend(torch.device("cpu"))
+    shape = (args.kv_heads, args.context, args.head_dim)
+    sets = min(args.sets, 1 + (1 << 28) // (math.prod(shape) * 4))
+    runs = {"ours": [one.step for one in ours]}
+    runs |= {name: [decode_peers.make(name, shape, args.bits, seed) for seed in range(sets)] for name in args.peers}
     rate = stream_gb_s(args.threads)
-    times: dict[str, list[float]] = {name: [] for name in ("ours", *names)}
-    with torch.inference_mode():
-        for turn in range(args.repeats + 1):
-            for name, list_ in times.items():
-                run = ours[turn % len(ours)].step if name == "ours" else peers[name][turn % len(peers[name])]
-                started = time.perf_counter()
-                run(queries[turn % len(queries)])
-                if turn:
-                    list_.append((time.perf_counter() - started) * 1e3)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(args.repeats + 1):
+        for name, list_ in times.items():
+            took = timed(runs[name][turn % len(runs[name])], queries[turn % len(queries)])
+            if turn:
+                list_.append(took)
     packed_bytes = ours[0].records.numel()
     median = {name: statistics.median(values) for name, values in times.items()}
     ceiling_ms = packed_bytes / rate / 1e6
-    print(
-        f"{packed_bytes / 1e6:.1f} MB packed, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.2f} ms would be memory speed; {backend}"
-    )
+    streamed = f"{rate:.1f} GB/s streamed by {args.threads} thread(s)"
+    print(f"{packed_bytes / 1e6:.1f} MB packed, {streamed}: {ceiling_ms:.2f} ms would be memory speed")
     print(f"difference to the reference {difference:.1e}")
     for name, values in times.items():
-        print(
-            f"{name:14s} {median[name]:9.2f} ms   ({min(values):.2f} .. {max(values):.2f})   {median[name] / median['ours']:6.1f} x ours"
-        )
-    best = min(names, key=median.get) if names else None
-    result = {
-        "context": args.context, "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "bits": args.bits, "refine": args.refine,
-        "ours_ms": median["ours"], "peers_ms": {name: median[name] for name in names}, "best_peer": best,
-        "ratio_to_best_peer": median[best] / median["ours"] if best else None, "bytes_read": packed_bytes, "stream_gb_s": rate,
-        "fraction_of_stream": ceiling_ms / median["ours"], "isa": backend, "threads": args.threads, "difference": difference,
+        spread = f"({min(values):.2f} .. {max(values):.2f})"
+        print(f"{name:14s} {median[name]:9.2f} ms   {spread}   {median[name] / median['ours']:6.1f} x ours")
+    best = min(args.peers, key=median.get)
+    return {
+        "context": args.context, "bits": args.bits, "refine": args.refine, "ours_ms": median["ours"],
+        "peers_ms": {name: median[name] for name in args.peers}, "best_peer": best,
+        "ratio_to_best_peer": median[best] / median["ours"], "bytes_read": packed_bytes, "stream_gb_s": rate,
+        "fraction_of_stream": ceiling_ms / median["ours"], "difference": difference,
+    }  # fmt: skip
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(args.threads)
+    with dispatch.forced(args.isa) if args.isa else nullcontext(), torch.inference_mode():
+        backend, _ = dispatch.backend(torch.device("cpu"))
+        print(backend)
+        result = grow(args) if args.contexts else encode(args) if args.encode else compare(args)
+    result |= {
+        "heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "isa": backend, "threads": args.threads,
         "torch": torch.__version__, "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
     line = json.dumps(result)
     if args.json and args.json != "-":
-        with open(args.json, "w") as file:
-            file.write(line + "\n")
+        Path(args.json).write_text(line + "\n")
     print(line)
 
 

@@ -91,8 +91,9 @@ def require(mesh: Mesh, model: ServedModel, cache: CacheConfig, generate: Genera
     if found.mismatches:
         first, *others = found.mismatches
         more = f" (and {len(others)} more)" if others else ""
-        raise RuntimeError(
-            f"rank {first.rank} (host {first.host}) differs from the others in layer {first.layer}{more}: "
-            f"another {first.cause}; run the same command, files and versions on every host, and `diagnose` for the whole list"
-        )
+        remedy = "run the same command, files and versions on every host, and `diagnose` for the whole list"
+        if first.cause == "kernels":
+            remedy = "name an instruction set that all hosts have, such as --cpu-isa avx2, or portable"
+        where = f"rank {first.rank} (host {first.host}) differs from the others in layer {first.layer}{more}"
+        raise RuntimeError(f"{where}: another {first.cause}; {remedy}")
     return found.rotation

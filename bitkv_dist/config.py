@@ -195,6 +195,7 @@ class ParallelConfig:
     tp: int = 1
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
+    cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
 
@@ -204,6 +205,7 @@ class ParallelConfig:
         if self.sp is not None:
             between(self, "sp", 1, LANES)
         one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "cpu_isa", ("auto", "avx512", "avxvnni", "avx2", "portable"))
         for name in ("start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 refuse(self, name, "must be above 0 seconds", "give the seconds to wait")

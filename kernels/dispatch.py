@@ -15,11 +15,12 @@ from bitkv_dist.kernels import cpu
 
 REFERENCE, TRITON = "reference", "triton"
 
-_forced: str | None = None
+_forced: str | None = None  # by `forced`
+_asked: str | None = None  # by `use`
 
 
 def backend(device: torch.device) -> tuple[str, str]:
-    """(name, why): "triton", "cpu-avx512", "cpu-avx2", "cpu-portable" or "reference"."""
+    """(name, why): "triton", "cpu-" and the instruction set, or "reference"."""
     asked = "asked for"
     if _forced == REFERENCE:
         return REFERENCE, asked
@@ -33,7 +34,8 @@ def backend(device: torch.device) -> tuple[str, str]:
         return REFERENCE, f"plain torch: there are no compiled kernels for {device.type}"
     if cpu.load() is None:
         return REFERENCE, cpu.reason()
-    return f"cpu-{cpu.choose(_forced)}", asked if _forced else "the best instruction set of this machine"
+    wanted = _forced or _asked
+    return f"cpu-{cpu.choose(wanted)}", asked if wanted else "the best instruction set of this machine"
 
 
 def native(device: torch.device) -> ModuleType | None:
@@ -68,9 +70,19 @@ def _target(device: torch.device) -> str:
     return getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
 
 
+def use(isa: str) -> None:
+    """The C++ kernels run with this instruction set from now on; `auto` = the machine's best. ValueError if it lacks it."""
+    global _asked
+    if isa != "auto" and cpu.load() is None:
+        raise ValueError(f"cpu_isa {isa}: {cpu.reason()}; or leave it at auto")
+    _asked = None if isa == "auto" else isa
+    if cpu.load() is not None and _forced is None:
+        cpu.choose(_asked)
+
+
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Use `reference`, `triton`, or the C++ kernels with one instruction set (`portable`, `avx2`, `avx512`) in a with block.
+    """Use `reference`, `triton`, or the C++ kernels with one instruction set (a name in `cpu.ISAS`) in a with block.
 
     Without a GPU `triton` runs in Triton's interpreter, slowly: TRITON_INTERPRET=1 must stand in the environment.
     """
@@ -86,4 +98,4 @@ def forced(name: str) -> Iterator[None]:
     finally:
         _forced = before
         if cpu.load() is not None:
-            cpu.choose(before if before in cpu.ISAS else None)
+            cpu.choose(before if before in cpu.ISAS else _asked)

@@ -29,6 +29,7 @@ _GRID = (
     ("--device", "parallel.device", "auto, cpu or cuda"),
     ("--start-timeout", "parallel.start_timeout_s", "seconds that ranks wait for each other while they start and load"),
     ("--step-timeout", "parallel.step_timeout_s", "seconds that they wait for each other afterwards"),
+    ("--cpu-isa", "parallel.cpu_isa", "of the CPU kernels, where hosts differ: auto, avx512, avxvnni, avx2 or portable"),
 )
 
 

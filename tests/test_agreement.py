@@ -22,8 +22,13 @@ def disagreements(mesh):
     digest = require(mesh, model, CacheConfig())
     seed = compare(mesh, model, CacheConfig(seed=int(rank == 2)))
     flip = compare(mesh, model, CacheConfig(), flip_word_of_layer=1 if rank == 0 else None)
+    isa = ""
     with dispatch.forced("reference") if rank == 2 else nullcontext():
         kernels = compare(mesh, model, CacheConfig())
+        try:
+            require(mesh, model, CacheConfig())
+        except RuntimeError as error:
+            isa = str(error)
     model.fingerprint -= rank == 1
     other = compare(mesh, model, CacheConfig())
     refusal = ""
@@ -32,7 +37,7 @@ def disagreements(mesh):
     except RuntimeError as error:
         refusal = str(error)
     found = {"seed": seed.mismatches, "flip": flip.mismatches, "model": other.mismatches, "kernels": kernels.mismatches}
-    return digest, {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()}, refusal
+    return digest, {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()}, (isa, refusal)
 
 
 def test_who_differs_where_and_why():
@@ -51,5 +56,7 @@ def test_who_differs_where_and_why():
         }
     )
     assert len(set(refusals)) == 1
-    named = f"rank 1 (host {socket.gethostname()})"
-    assert refusals[0].startswith(f"{named} differs from the others in layer 0 (and 2 more): another model;")
+    isa, model = refusals[0]
+    who = f"(host {socket.gethostname()}) differs from the others in layer 0"
+    assert isa.startswith(f"rank 2 {who}: another kernels;") and "--cpu-isa avx2" in isa
+    assert model.startswith(f"rank 1 {who} (and 2 more): another model;")

@@ -135,6 +135,16 @@ def test_level_dot_is_the_integer_sum(width, kind):
         assert (out[:, -1] == 99).all()
 
 
+def test_level_dot_over_strides_of_70_000():
+    torch.manual_seed(0)
+    words = torch.randint(0, 256, (20 * 16 * 4,), dtype=torch.uint8)
+    operands = torch.randint(-127, 128, (5, 70_001), dtype=torch.int8)
+    out, near = torch.empty(5, 70_003, dtype=torch.int32), torch.empty(5, 128, dtype=torch.int32)
+    call("bitkv_level_dot", words, 1, 20, 16, operands, operands.stride(0), 5, out, out.stride(0))
+    call("bitkv_level_dot", words, 1, 20, 16, operands[:, :80].contiguous(), 80, 5, near, 128)
+    assert torch.equal(out[:, :128], near) and (out[:, 128:] == 99).all()
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_query_codes_are_those_of_the_reference(dim):
     torch.manual_seed(dim)

@@ -82,6 +82,13 @@ def test_attend_exact_agrees_with_the_reference(dim):
             torch.testing.assert_close(found[2], o, atol=1e-5, rtol=1e-5)
 
 
+def test_attend_exact_over_heads_70_000_rows_apart():
+    torch.manual_seed(0)
+    q, rows = queries(16, 1, 3), torch.randn(2, KV_HEADS, 70_000, 16)[:, :, 69_867:]
+    assert rows.stride(1) == 70_000 * 16
+    assert equal(cpu.attend_exact(q, rows), cpu.attend_exact(q, rows.contiguous()))
+
+
 def step(threads: int) -> list[torch.Tensor]:
     """One call of each threaded kernel."""
     torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bitkv_dist.config import ParallelConfig
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.alarm import Alarm, Say
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
@@ -32,6 +33,7 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
     global _current
     # Without it MKL rounds a product of 5 to 11 rows differently with 2 threads than with 1; it costs nothing measurable.
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    dispatch.use(parallel.cpu_isa)
     place = discover()
     if place.launcher == "mpirun" and place.size > 1:
         place, address, store = mpi_rendezvous(parallel)

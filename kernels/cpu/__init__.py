@@ -1,7 +1,7 @@
 """CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
-The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 VBMI + VNNI) are compiled side by side and
-chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
+The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 with VNNI and
+VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def choose(isa: str | None = None) -> str:
     """Select an instruction set by name (None = the best of this machine) and return its name; ValueError if it is not there."""
     name = load().bitkv_choose(ctypes.c_int64(-1 if isa is None else ISAS[isa]))
     if name is None:
-        raise ValueError(f"isa {isa}: this machine does not have it; leave it out")
+        there = ", ".join(name for name in ISAS if load().bitkv_supports(ctypes.c_int64(ISAS[name])))
+        raise ValueError(f"cpu_isa {isa}: this machine does not have it; take one of auto, {there}")
     return name.decode()
 
 
@@ -115,7 +116,7 @@ def tree(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor,
     m, l, o, index = (t.contiguous() for t in (m, l, o, index))
     rows, dim = math.prod(m.shape[1:]), o.shape[-1]
     lanes = torch.empty(width, *m.shape[1:]), torch.empty(width, *m.shape[1:]), torch.empty(width, *o.shape[1:])
-    load().bitkv_tree(*_sizes(len(index)), _pointer(index), *_sizes(rows, dim), _pointer(m), _pointer(l), _pointer(o), *_sizes(width, nodes), *map(_pointer, lanes))
+    load().bitkv_tree(*_sizes(len(index)), _pointer(index), *_sizes(rows, dim), _pointer(m), _pointer(l), _pointer(o), *_sizes(width, nodes), *map(_pointer, lanes), *_sizes(torch.get_num_threads()))
     return lanes[0][:nodes], lanes[1][:nodes], lanes[2][:nodes]
 
 

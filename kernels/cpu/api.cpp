@@ -73,6 +73,9 @@ const char* bitkv_choose(int64_t isa) {
     return found.name;
 }
 
+// Whether this machine has an instruction set.
+int64_t bitkv_supports(int64_t isa) { return supported(isa); }
+
 // k and v fp32 [pages, HK, P, D] contiguous, signs [2][HK, D] -> records [pages, HK, record_bytes].
 void bitkv_encode(const Layout* l, int64_t pages, const float* k, const float* v, const float* key_signs, const float* value_signs,
                   int64_t unbiased, uint8_t* records, int64_t threads) {
@@ -105,10 +108,9 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
     // A thread takes all heads of a granule at once where there are enough granules: what follows is then its own, and can be fetched ahead.
     const int64_t share = granules >= 4 * threads ? l->kv_heads : 1;
     Pool::instance().run(tasks / share, threads, [&](int64_t part) {
-        for (int64_t task = part * share; task < (part + 1) * share; ++task) {
-            const Granule view = {records_of(task), task + 1 < tasks ? records_of(task + 1) : nullptr, page_stride, page_valid + task / l->kv_heads * l->pages};
-            refined += run.attend(*l, *q, task % l->kv_heads, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
-        }
+        const int64_t task = part * share, next = task + share;
+        const Granule view = {records_of(task), next < tasks ? records_of(next) : nullptr, page_stride, page_valid + task / l->kv_heads * l->pages};
+        refined += run.attend(*l, *q, task % l->kv_heads, share, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
     });
     return refined;
 }
@@ -116,17 +118,22 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
 // The merge tree of bitkv_dist/partial.py. Partials of granules [n, rows(, D)] with ascending global indices go to lanes index % width;
 // the lanes are merged down to `nodes`. m, l, o [width, rows(, D)] are work space; their first `nodes` entries are the result.
 void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t dim, const float* m_in, const float* l_in, const float* o_in,
-                int64_t width, int64_t nodes, float* m, float* l, float* o) {
+                int64_t width, int64_t nodes, float* m, float* l, float* o, int64_t threads) {
     const Kernels& run = kernels();
     std::fill_n(m, width * rows, -INFINITY);
-    std::fill_n(l, width * rows, 0.0f);
-    std::memset(o, 0, width * rows * dim * sizeof(float));
-    for (int64_t g = 0; g < granules; ++g) {
-        const int64_t lane = index[g] % width;
-        run.merge(rows, dim, m + lane * rows, l + lane * rows, o + lane * rows * dim, m_in + g * rows, l_in + g * rows, o_in + g * rows * dim);
-    }
-    for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
-        run.merge(stride * rows, dim, m, l, o, m + stride * rows, l + stride * rows, o + stride * rows * dim);
+    Pool::instance().run(rows, threads, [&](int64_t row) {
+        auto merge = [&](int64_t lane, const float* m2, const float* l2, const float* o2, int64_t other) {
+            const int64_t to = lane * rows + row, from = other * rows + row;
+            run.merge(1, dim, m + to, l + to, o + to * dim, m2 + from, l2 + from, o2 + from * dim);
+        };
+        for (int64_t g = 0; g < granules; ++g) merge(index[g] % width, m_in, l_in, o_in, g);
+        for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
+            for (int64_t lane = 0; lane < stride; ++lane) merge(lane, m, l, o, lane + stride);
+        for (int64_t lane = 0; lane < nodes; ++lane) {  // what nothing was merged into
+            const int64_t to = lane * rows + row;
+            if (m[to] == -INFINITY) l[to] = 0.0f, std::memset(o + to * dim, 0, dim * sizeof(float));
+        }
+    });
 }
 
 // Partials m, l [HK, G], o [HK, G, D] of decode queries q fp32 [HK, G, D] over exact rows k, v fp32 [HK, count, D], head_stride floats

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ahead.hpp"
+
 #if defined(__AVX512VBMI__)
 #include "level_dot_avx512.hpp"
 #elif defined(__AVX2__)
@@ -38,19 +40,17 @@ namespace {
 
 // out int32 [rows][count][8 W]: sums of operands int8 -127..127 [rows][4 height] times levels, for `count` arrays of words; planes of each
 // one after the other, the most significant first. Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to
-// be aligned. `before(i)` is called before array i is read, once or more.
-template <class Before>
-inline void level_dot(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride, const Before& before) {
+// be aligned. `ahead` is stepped on the way.
+inline void level_dot(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride, Ahead& ahead) {
 #if defined(__AVX512VBMI__)
     for (; rows > 0; rows -= 4, operands += 4 * stride, out += 4 * out_stride) {
-        if (rows >= 4) dot_rows<4>(words, count, planes, height, width, operands, stride, out, out_stride, before);
-        else if (rows == 3) dot_rows<3>(words, count, planes, height, width, operands, stride, out, out_stride, before);
-        else if (rows == 2) dot_rows<2>(words, count, planes, height, width, operands, stride, out, out_stride, before);
-        else dot_rows<1>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+        if (rows >= 4) dot_rows<4>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
+        else if (rows == 3) dot_rows<3>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
+        else if (rows == 2) dot_rows<2>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
+        else dot_rows<1>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
     }
 #else
     for (int64_t i = 0; i < count; ++i) {
-        before(i);
         for (int64_t plane = 0; plane < planes; ++plane)
             add_plane(words[i] + plane * 4 * height * width, height, width, operands, stride, rows, plane == 0, out + i * 8 * width, out_stride);
     }

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ahead.hpp"
+
 namespace {
 
 // Unrolled early, so that arrays indexed by the loop become registers.
@@ -44,6 +46,7 @@ inline void accumulate_some(__m512i sum[4], const __m512i index[4], const uint8_
 
 constexpr int64_t ONES = 0x0101010101010101;
 constexpr uint64_t EVEN = 0x1111111111111111;  // bits of even blocks
+constexpr int FETCHED = 3;  // lines of what comes next that are asked for with each block
 constexpr int64_t BLOCKS = 32;  // of 16 operands (four words): head dims up to 512
 
 // Tables of ROWS rows. PAIR: words 2 i and 2 i + 1 lie in one register, so that even and odd words take turns in blocks.
@@ -122,7 +125,7 @@ inline void indices(const __m512i word[4], __m512i place, __m512i index[4]) {
 
 // Four columns of ROWS rows, sixteen words at a time (PAIR: two rows of eight). out = 2 * out (nothing if `first`) + sum.
 template <int ROWS, bool ODD, bool PAIR>
-inline void add_columns(const Tables<ROWS, PAIR>& tables, const uint8_t* words, int64_t height, int64_t width, __mmask16 lanes, bool first, int32_t* out, int64_t out_stride) {
+inline void add_columns(const Tables<ROWS, PAIR>& tables, const uint8_t* words, int64_t height, int64_t width, __mmask16 lanes, bool first, int32_t* out, int64_t out_stride, const uint8_t* fetch) {
     const __m512i byte = _mm512_set1_epi32(0x30201000);
     const __m512i place = PAIR ? _mm512_or_si512(byte, _mm512_maskz_set1_epi8(0xffffffff00000000, 64)) : byte, twos = _mm512_set1_epi8(2);
     constexpr int64_t STEP = PAIR ? 2 : 1;
@@ -145,6 +148,8 @@ inline void add_columns(const Tables<ROWS, PAIR>& tables, const uint8_t* words, 
         left &= left - 1;
         __m512i next[4];
         look(left, next);
+        UNROLL for (int i = 0; i < FETCHED; ++i) __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
+        fetch += FETCHED * LINE_BYTES;
         UNROLL for (int r = 0; r < ROWS; ++r) {
             const __m512i table = _mm512_load_si512(tables.entry[block][r]);
             UNROLL for (int c = 0; c < 4; ++c)
@@ -167,28 +172,31 @@ inline void add_columns(const Tables<ROWS, PAIR>& tables, const uint8_t* words, 
 }
 
 template <int ROWS, bool PAIR>
-inline void dot_planes(const Tables<ROWS, PAIR>& tables, const uint8_t* words, int64_t planes, int64_t height, int64_t width, int32_t* out, int64_t out_stride) {
+inline void dot_planes(const Tables<ROWS, PAIR>& tables, const uint8_t* words, int64_t planes, int64_t height, int64_t width, int32_t* out, int64_t out_stride, Ahead& ahead) {
+    auto fetch = [&] {
+        const uint8_t* from = ahead.take(FETCHED * __builtin_popcountll(tables.used));
+        return from ? from : words;
+    };
     for (int64_t plane = 0; plane < planes; ++plane, words += 4 * height * width)
         for (int64_t at = 0; at < width; at += 16) {
             const __mmask16 lanes = PAIR || width - at >= 16 ? 0xffff : (1u << (width - at)) - 1;
-            add_columns<ROWS, false, PAIR>(tables, words + 4 * at, height, width, lanes, plane == 0, out + at, out_stride);
-            add_columns<ROWS, true, PAIR>(tables, words + 4 * at, height, width, lanes, plane == 0, out + at, out_stride);
+            add_columns<ROWS, false, PAIR>(tables, words + 4 * at, height, width, lanes, plane == 0, out + at, out_stride, fetch());
+            add_columns<ROWS, true, PAIR>(tables, words + 4 * at, height, width, lanes, plane == 0, out + at, out_stride, fetch());
         }
 }
 
-template <int ROWS, bool PAIR, class Before>
-inline void dot_arrays(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int32_t* out, int64_t out_stride, const Before& before) {
+template <int ROWS, bool PAIR>
+inline void dot_arrays(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int32_t* out, int64_t out_stride, Ahead& ahead) {
     const Tables<ROWS, PAIR> tables(operands, stride, height);
     for (int64_t i = 0; i < count; ++i) {
-        before(i);
-        dot_planes(tables, words[i], planes, height, width, out + i * 8 * width, out_stride);
+        dot_planes(tables, words[i], planes, height, width, out + i * 8 * width, out_stride, ahead);
     }
 }
 
-template <int ROWS, class Before>
-inline void dot_rows(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int32_t* out, int64_t out_stride, const Before& before) {
-    if (width == 8) dot_arrays<ROWS, true>(words, count, planes, height, width, operands, stride, out, out_stride, before);
-    else dot_arrays<ROWS, false>(words, count, planes, height, width, operands, stride, out, out_stride, before);
+template <int ROWS>
+inline void dot_rows(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int32_t* out, int64_t out_stride, Ahead& ahead) {
+    if (width == 8) dot_arrays<ROWS, true>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
+    else dot_arrays<ROWS, false>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
 }
 
 }  // namespace

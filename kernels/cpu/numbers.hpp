@@ -68,6 +68,12 @@ typedef int32_t SixteenInts __attribute__((vector_size(64)));
 
 inline Sixteen load16(const float* from) { Sixteen x; std::memcpy(&x, from, sizeof x); return x; }
 inline SixteenInts load16(const int32_t* from) { SixteenInts x; std::memcpy(&x, from, sizeof x); return x; }
+// The first n < 16 numbers, `rest` in the other lanes. (Indexing a vector by a variable would keep it in memory.)
+inline Sixteen load_part(const float* from, int64_t n, float rest) {
+    float lane[16];
+    for (int j = 0; j < 16; ++j) lane[j] = j < n ? from[j] : rest;
+    return load16(lane);
+}
 inline void store16(float* to, Sixteen x) { std::memcpy(to, &x, sizeof x); }
 inline Sixteen larger(Sixteen a, Sixteen b) { return a > b ? a : b; }  // b if either is NaN
 
@@ -82,11 +88,13 @@ inline Sixteen exp2_fast(Sixteen x) {
     return p * (Sixteen)(((SixteenInts)shifted << 23) + (127 << 23));
 }
 
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+
 // The fold of sixteen: the second half is added to the first.
-inline float fold16(const float* x) {
-    float a[8], b[4];
-    for (int i = 0; i < 8; ++i) a[i] = x[i] + x[i + 8];
-    for (int i = 0; i < 4; ++i) b[i] = a[i] + a[i + 4];
+inline float fold16(Sixteen x) {
+    const Eight a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Four b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
@@ -95,37 +103,31 @@ inline float sum16(const float* x, int64_t n) {
     Sixteen sum = {};
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) sum += load16(x + i);
-    float lane[16];
-    store16(lane, sum);
-    for (int j = 0; i + j < n; ++j) lane[j] += x[i + j];
-    return fold16(lane);
+    return fold16(i == n ? sum : sum + load_part(x + i, n - i, 0.0f));
 }
 
-// p = 2^(x - shift); returns their sum16.
-inline float exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
-    Sixteen sum = {};
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const Sixteen y = exp2_fast(load16(x + i) - shift);
-        store16(p + i, y);
-        sum += y;
-    }
-    float lane[16];
-    store16(lane, sum);
-    for (int j = 0; i + j < n; ++j) lane[j] += p[i + j] = exp2_fast(x[i + j] - shift);
-    return fold16(lane);
-}
-
+// NaN where the last compared is NaN.
 inline float max16(const float* x, int64_t n) {
     Sixteen most = Sixteen{} - INFINITY;
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) most = larger(load16(x + i), most);
-    float lane[16];
-    store16(lane, most);
-    for (; i < n; ++i) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
-    for (int width = 8; width; width /= 2)
-        for (int j = 0; j < width; ++j) lane[j] = lane[j + width] > lane[j] ? lane[j + width] : lane[j];
-    return lane[0];
+    if (i < n) most = larger(load_part(x + i, n - i, -INFINITY), most);
+    const Eight a = __builtin_shufflevector(most, most, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(most, most, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Eight c = b > a ? b : a;
+    const Four d = __builtin_shufflevector(c, c, 0, 1, 2, 3), e = __builtin_shufflevector(c, c, 4, 5, 6, 7), f = e > d ? e : d;
+    const float g = f[2] > f[0] ? f[2] : f[0], h = f[3] > f[1] ? f[3] : f[1];
+    return h > g ? h : g;
+}
+
+// p = 2^(x - shift) for n numbers, a multiple of 16; returns their sum16.
+inline float exp2_shifted(const float* __restrict x, float shift, int64_t n, float* __restrict p) {
+    Sixteen sum = {};
+    for (int64_t i = 0; i < n; i += 16) {
+        const Sixteen y = exp2_fast(load16(x + i) - shift);
+        store16(p + i, y);
+        sum += y;
+    }
+    return fold16(sum);
 }
 
 // The sum of the last dim of kernels/reference/sums.py: the second half is added to the first, zero-padded to a power of two.
@@ -133,13 +135,43 @@ inline float fold_sum(float* x, int64_t n) {
     int64_t size = 1;
     while (size < n) size *= 2;
     while (size > 1) {
-        if (size == 16 && n >= 16) return fold16(x);
+        if (size == 16 && n == 16) return fold16(load16(x));
         size /= 2;
         const int64_t pairs = n - size < size ? n - size : size;
         for (int64_t i = 0; i < pairs; ++i) x[i] += x[i + size];
         n = size < n ? size : n;
     }
     return x[0];
+}
+
+// fold_sum of a product of 16 COUNT numbers, COUNT a power of two.
+template <int COUNT>
+inline float fold_product(const float* a, const float* b) {
+    Sixteen x[COUNT];
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; ++i) x[i] = load16(a + 16 * i) * load16(b + 16 * i);
+#pragma GCC unroll 4
+    for (int half = COUNT / 2; half; half /= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < half; ++i) x[i] += x[i + half];
+    return fold16(x[0]);
+}
+
+// fold_sum of a product; `product` has room for n.
+inline float fold_product(const float* a, const float* b, int64_t n, float* product) {
+    if (n == 64) return fold_product<4>(a, b);
+    if (n == 128) return fold_product<8>(a, b);
+    for (int64_t i = 0; i < n; ++i) product[i] = a[i] * b[i];
+    return fold_sum(product, n);
+}
+
+// The lowest bytes of sixteen integers.
+inline void store_bytes(int8_t* to, SixteenInts x) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < 16; ++i) to[i] = int8_t(x[i]);
+#endif
 }
 
 }  // namespace

@@ -2,21 +2,14 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <vector>
 #if defined(__AVX512VBMI__)
 #include <immintrin.h>
 #endif
 
 #include "numbers.hpp"
+#include "unit.hpp"
 
 namespace {
-
-// Makes room for n values, of which none is kept.
-template <class T>
-inline T* room(std::vector<T>& v, int64_t n) {
-    if (int64_t(v.size()) < n) v.resize(size_t(n));
-    return v.data();
-}
 
 // Order-preserving map of floats to integers; both zeros are one value.
 inline int32_t ordered(float x) {
@@ -68,10 +61,8 @@ inline void largest(const int32_t* keys, int64_t n, int64_t count, int32_t* out)
 
 // scores [rows][total] -> ascending positions of the `count` tokens to refine: one list for all rows of a group, else a list per row.
 // A group also leaves its rows' largest scores in `peak` and 2^(score - peak) in p [rows][total]; true if it did.
-inline bool select(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions, float* peak, float* p) {
-    thread_local std::vector<float> ranks;
-    thread_local std::vector<int32_t> ordered_ranks;
-    int32_t* keys = room(ordered_ranks, total);
+inline bool select(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions, float* peak, float* p, Workspace& s) {
+    int32_t* keys = room(s.keys, total);
     if (!group || rows == 1) {
         for (int64_t r = 0; r < rows; ++r) {
             for (int64_t t = 0; t < total; ++t) keys[t] = ordered(scores[r * total + t]);
@@ -79,7 +70,7 @@ inline bool select(int64_t rows, int64_t total, const float* scores, bool group,
         }
         return false;
     }
-    float* rank = room(ranks, total);
+    float* rank = room(s.ranks, total);
     for (int64_t r = 0; r < rows; ++r) {
         const float* score = scores + r * total;
         peak[r] = max16(score, total);

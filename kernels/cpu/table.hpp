@@ -11,12 +11,14 @@
 namespace {
 
 inline void dot_one(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
-    level_dot(&words, 1, planes, height, width, operands, stride, rows, out, out_stride, [](int64_t) {});
+    Ahead nothing;
+    level_dot(&words, 1, planes, height, width, operands, stride, rows, out, out_stride, nothing);
 }
 
 inline void select_positions(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions) {
     std::vector<float> peak(rows), p(rows * total);
-    select(rows, total, scores, group, count, positions, peak.data(), p.data());
+    Workspace s;
+    select(rows, total, scores, group, count, positions, peak.data(), p.data(), s);
 }
 
 inline bitkv::Kernels table(const char* name) {

@@ -1,0 +1,80 @@
+// Fetching what is read next, a line at a time between other work: a burst of prefetches fills the queue of outstanding reads and stops
+// the core.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "interface.hpp"
+
+namespace {
+
+using namespace bitkv;
+
+constexpr int64_t LINE_BYTES = 64;
+
+class Ahead {
+public:
+    // The scanned fields of the pages of one granule and head; `record` is that of the first page, or null.
+    void scan(const Layout& layout, const uint8_t* record, int64_t page_stride) {
+        finish();
+        layout_ = &layout, page_stride_ = page_stride, record_ = record, page_ = 0, part_ = 0;
+        if (record_) enter();
+    }
+
+    // Some bytes anywhere.
+    void add(const uint8_t* from, int64_t bytes) {
+        const uint8_t* last = from + bytes - 1;
+        for (; from < last; from += LINE_BYTES) lines_.push_back(from);
+        lines_.push_back(last);
+    }
+
+    // Where the next `lines` lines of the scan lie, for a loop that has no room for a call to ask for them itself. They may reach beyond a
+    // field, which does no harm; null if there is nothing left.
+    const uint8_t* take(int64_t lines) {
+        if (!record_) return nullptr;
+        const uint8_t* from = at_;
+        at_ += lines * LINE_BYTES;
+        if (at_ >= end_) advance();
+        return from;
+    }
+
+    // Asks for some of the lines that were added.
+    void step(size_t lines) {
+        for (; lines && next_ < lines_.size(); --lines, ++next_) __builtin_prefetch(lines_[next_], 0, 2);
+    }
+
+    // Asks for what is left of both.
+    void finish() {
+        while (record_) __builtin_prefetch(take(1), 0, 2);
+        step(lines_.size());
+        lines_.clear(), next_ = 0;
+    }
+
+private:
+    // A record begins with planes and scales of the scan and ends with the centroids; what lies between belongs to refinement.
+    void enter() {
+        at_ = record_ + (part_ ? layout_->centroid[KEYS] : 0);
+        end_ = record_ + (part_ ? layout_->record_bytes : layout_->scan[VALUES] + 2 * layout_->tokens);
+    }
+
+    void advance() {
+        if (!record_) return;
+        if (++part_ == 2) {
+            part_ = 0, record_ += page_stride_;
+            if (++page_ == layout_->pages) {
+                record_ = at_ = end_ = nullptr;
+                return;
+            }
+        }
+        enter();
+    }
+
+    const Layout* layout_ = nullptr;
+    int64_t page_stride_ = 0, page_ = 0;
+    int part_ = 0;
+    const uint8_t *record_ = nullptr, *at_ = nullptr, *end_ = nullptr;
+    std::vector<const uint8_t*> lines_;
+    size_t next_ = 0;
+};
+
+}  // namespace
