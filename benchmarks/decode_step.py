@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `bitkv generate` has it
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # both as `bitkv generate` has them, and before torch reads them
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 import transformers
