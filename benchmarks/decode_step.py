@@ -131,7 +131,7 @@ class Ours:
 
 
 def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: int, rounded: bool) -> dict:
-    """The engine with an exact cache against `generate` in float32; raises where they differ by more than rounded weights do."""
+    """The engine with an exact cache against `generate` in float32; raises where they differ by more than rounding does."""
     ours = Ours(served, "exact", threads)
     ours.prefill(prompt)
     stock.prefill(prompt)
@@ -224,7 +224,10 @@ def main() -> None:
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
     rate = stream_gb_s(args.threads)
     ceiling_ms = weight_bytes / rate / 1e6
-    print(f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.1f} ms would be memory speed")
+    print(
+        f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): "
+        f"{ceiling_ms:.1f} ms would be memory speed"
+    )
     print(f"with an exact cache: {checked}")
 
     runners: dict[str, Stock | Ours] = {"ours": Ours(served, args.config, args.threads), **peers}
@@ -257,7 +260,8 @@ def main() -> None:
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
     names = list(peers)
     result = {
-        "model": args.model, "config": args.config, "weights": str(served.weights).removeprefix("torch."), "prompt_tokens": len(prompt),
+        "model": args.model, "config": args.config, "weights": str(served.weights).removeprefix("torch."),
+        "prompt_tokens": len(prompt),
         "decoded_tokens": len(decode_s["ours"]), "threads": args.threads, "isa": dispatch.backend(torch.device("cpu"))[0],
         "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in names},
         "decode_ratio": min(ms[name] for name in names) / ms["ours"] if names else None,
@@ -266,7 +270,8 @@ def main() -> None:
         "breakdown_ms": parts, "weight_bytes": weight_bytes, "stream_gb_s": rate, "ceiling_ms": ceiling_ms,
         "fraction_of_stream": ceiling_ms / ms["ours"], "kv_ratio": kv["ratio"], "kv_ratio_total": kv["ratio_total"],
         "read_bits_per_element": kv["read_bits_per_element"], **checked,
-        "torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
     line = json.dumps(result)
     if args.json and args.json != "-":

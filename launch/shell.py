@@ -43,8 +43,8 @@ def run(main: Callable[[list[str]], int | None], name: str, argv: list[str] | No
     """Call `main(argv)` and end the process with its status, without waiting for destructors or for dead peers."""
     argv = sys.argv[1:] if argv is None else argv
     _leave_source_folder()
-    # Read when torch loads its OpenMP. By default torch's threads spin for milliseconds after an operation that they shared, on the
-    # cores that the kernels which come next want; 0.1 ms bridges torch's own operations.
+    # Read when torch loads its OpenMP. By default torch's threads spin for milliseconds after an operation that they shared, on
+    # the cores that the kernels which come next want; 0.1 ms bridges torch's own operations.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = _finish(_called(main, argv))

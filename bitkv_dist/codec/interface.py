@@ -47,7 +47,7 @@ class Codec(Protocol):
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
-    fused: bool  # whether a decode step is `see` and `conclude`, two calls of compiled code, in place of all from `prepare` to `finish`
+    fused: bool  # whether a decode step is `see` and `conclude`, compiled, in place of all from `prepare` to `finish`
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
