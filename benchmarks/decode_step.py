@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--config", default="tiered4", help="preset or YAML file of the cache")
+    parser.add_argument("--dtype", default="float32", help="of ours: float32 or bfloat16")
     parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in")
     parser.add_argument("--text", action="append", help="joined until there are enough tokens")
     parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
@@ -141,7 +142,7 @@ def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: i
     with torch.inference_mode():
         logits = stock.module(torch.tensor([ours.ids[:-1]])).logits[0, len(prompt) :]
     error = ((torch.cat(ours.logits) - logits).norm() / logits.norm()).item()
-    assert error < (2e-2 if rounded else 1e-4), f"logits differ by {error:.1e}"
+    assert error < (5e-2 if rounded else 1e-4), f"logits differ by {error:.1e}"
     assert rounded or found == wanted[: len(found)], f"token ids differ: {found}, generate gives {wanted}"
     return {"exact_logits_error": error, "exact_ids_equal": found == wanted[: len(found)], "checked_tokens": len(found)}
 
@@ -209,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    served = model.load(args.model, dtype=torch.float32, device=torch.device("cpu"), weights=args.weights)
+    served = model.load(args.model, dtype=getattr(torch, args.dtype), device=torch.device("cpu"), weights=args.weights)
     prompt: list[int] = []
     for text in args.text:
         if len(prompt) < args.tokens:
@@ -218,7 +219,7 @@ def main() -> None:
     place = checkpoint.localise(args.model)
     peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}
     reference = peers.get("hf-fp32") or Stock(place, torch.float32)
-    rounded = args.weights == "bfloat16" and not checkpoint.stored_in_bfloat16(place)
+    rounded = "bfloat16" in (args.weights, args.dtype)
     checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, rounded)
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
@@ -260,7 +261,7 @@ def main() -> None:
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
     names = list(peers)
     result = {
-        "model": args.model, "config": args.config, "weights": str(served.weights).removeprefix("torch."),
+        "model": args.model, "config": args.config, "dtype": args.dtype, "weights": str(served.weights).removeprefix("torch."),
         "prompt_tokens": len(prompt),
         "decoded_tokens": len(decode_s["ours"]), "threads": args.threads, "isa": dispatch.backend(torch.device("cpu"))[0],
         "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in names},
