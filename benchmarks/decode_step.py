@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as `bitkv generate` has it
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # both as `bitkv generate` has them, and before torch reads them
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 import transformers
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--config", default="tiered4", help="preset or YAML file of the cache")
+    parser.add_argument("--dtype", default="float32", help="of ours: float32 or bfloat16")
     parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in")
     parser.add_argument("--text", action="append", help="joined until there are enough tokens")
     parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
@@ -130,7 +132,7 @@ class Ours:
 
 
 def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: int, rounded: bool) -> dict:
-    """The engine with an exact cache against `generate` in float32; raises where they differ by more than rounded weights do."""
+    """The engine with an exact cache against `generate` in float32; raises where they differ by more than rounding does."""
     ours = Ours(served, "exact", threads)
     ours.prefill(prompt)
     stock.prefill(prompt)
@@ -140,7 +142,7 @@ def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: i
     with torch.inference_mode():
         logits = stock.module(torch.tensor([ours.ids[:-1]])).logits[0, len(prompt) :]
     error = ((torch.cat(ours.logits) - logits).norm() / logits.norm()).item()
-    assert error < (2e-2 if rounded else 1e-4), f"logits differ by {error:.1e}"
+    assert error < (5e-2 if rounded else 1e-4), f"logits differ by {error:.1e}"
     assert rounded or found == wanted[: len(found)], f"token ids differ: {found}, generate gives {wanted}"
     return {"exact_logits_error": error, "exact_ids_equal": found == wanted[: len(found)], "checked_tokens": len(found)}
 
@@ -208,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    served = model.load(args.model, dtype=torch.float32, device=torch.device("cpu"), weights=args.weights)
+    served = model.load(args.model, dtype=getattr(torch, args.dtype), device=torch.device("cpu"), weights=args.weights)
     prompt: list[int] = []
     for text in args.text:
         if len(prompt) < args.tokens:
@@ -217,13 +219,16 @@ def main() -> None:
     place = checkpoint.localise(args.model)
     peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}
     reference = peers.get("hf-fp32") or Stock(place, torch.float32)
-    rounded = args.weights == "bfloat16" and not checkpoint.stored_in_bfloat16(place)
+    rounded = "bfloat16" in (args.weights, args.dtype)
     checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, rounded)
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
     rate = stream_gb_s(args.threads)
     ceiling_ms = weight_bytes / rate / 1e6
-    print(f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): {ceiling_ms:.1f} ms would be memory speed")
+    print(
+        f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): "
+        f"{ceiling_ms:.1f} ms would be memory speed"
+    )
     print(f"with an exact cache: {checked}")
 
     runners: dict[str, Stock | Ours] = {"ours": Ours(served, args.config, args.threads), **peers}
@@ -256,7 +261,8 @@ def main() -> None:
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
     names = list(peers)
     result = {
-        "model": args.model, "config": args.config, "weights": str(served.weights).removeprefix("torch."), "prompt_tokens": len(prompt),
+        "model": args.model, "config": args.config, "dtype": args.dtype, "weights": str(served.weights).removeprefix("torch."),
+        "prompt_tokens": len(prompt),
         "decoded_tokens": len(decode_s["ours"]), "threads": args.threads, "isa": dispatch.backend(torch.device("cpu"))[0],
         "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in names},
         "decode_ratio": min(ms[name] for name in names) / ms["ours"] if names else None,
@@ -265,7 +271,8 @@ def main() -> None:
         "breakdown_ms": parts, "weight_bytes": weight_bytes, "stream_gb_s": rate, "ceiling_ms": ceiling_ms,
         "fraction_of_stream": ceiling_ms / ms["ours"], "kv_ratio": kv["ratio"], "kv_ratio_total": kv["ratio_total"],
         "read_bits_per_element": kv["read_bits_per_element"], **checked,
-        "torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
     line = json.dumps(result)
     if args.json and args.json != "-":

@@ -1,8 +1,8 @@
 """The dense part of a model on a CPU, by our own kernels over the weights of the loaded model.
 
 A decode step has a row per sequence. Its cost is reading the weights once, so they are read where they lie, in float32 or
-bfloat16; everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit. A prompt
-has many rows: its matrix products are torch's, and only the small operations between them are ours.
+bfloat16; everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit.
+A prompt has many rows: its matrix products are torch's, and only the small operations between them are ours.
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class Decoder:
         return dense.head(self.matrix, self.norm, self.eps, hidden)
 
     @torch.no_grad()
-    def layer(self, index: int, module: torch.nn.Module, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor],
-              cache: PackedCache) -> torch.Tensor:
-        """A prompt's layer in float32: hidden [b, n, E] -> [b, n, E]. Torch's matrix products with the weights of `module`, layer
-        `index` in float32, and our own kernels between them; angles: (cosine, sine) [b, n, rotary dim]."""
+    def layer(
+        self,
+        index: int,
+        module: torch.nn.Module,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        cache: PackedCache,
+    ) -> torch.Tensor:
+        """A prompt's layer in float32: hidden [b, n, E] -> [b, n, E]; angles: (cosine, sine) [b, n, rotary dim].
+
+        Torch's matrix products with the weights of `module`, layer `index` in float32, and our own kernels between them.
+        """
         block, attention, mlp, shape = self.blocks[index], module.self_attn, module.mlp, (*hidden.shape[:2], -1, self.head_dim)
         normed = dense.norm(block.attention_norm, block.eps, hidden.contiguous())
         if hasattr(attention, "qkv_proj"):
@@ -88,13 +96,20 @@ class Decoder:
         if hasattr(attention, "qkv_proj"):
             qkv, gate_up = self.matrices(attention.qkv_proj, *widths), self.matrices(mlp.gate_up_proj, inner, inner)
         else:
-            qkv = [self.matrices(getattr(attention, f"{name}_proj"), width)[0] for name, width in zip("qkv", widths, strict=True)]
+            qkv = [
+                self.matrices(getattr(attention, f"{name}_proj"), width)[0] for name, width in zip("qkv", widths, strict=True)
+            ]
             gate_up = [self.matrices(part, inner)[0] for part in (mlp.gate_proj, mlp.up_proj)]
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, *(getattr(attention, name, None) for name in ("q_norm", "k_norm"))]
+        norms = [
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *(getattr(attention, name, None) for name in ("q_norm", "k_norm")),
+        ]
         return dense.Block(
             heads, kv_heads, head_dim, 2 * len(self.module.model.rotary_emb.inv_freq), layer.input_layernorm.variance_epsilon,
             *(None if norm is None else self.vector(norm.weight).data_ptr() for norm in norms),
-            *qkv, *self.matrices(attention.o_proj, config.hidden_size), *gate_up, *self.matrices(mlp.down_proj, config.hidden_size),
+            *qkv, *self.matrices(attention.o_proj, config.hidden_size), *gate_up,
+            *self.matrices(mlp.down_proj, config.hidden_size),
         )  # fmt: skip
 
     def matrices(self, linear: torch.nn.Linear, *widths: int) -> list[dense.Matrix]:

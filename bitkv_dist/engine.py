@@ -310,7 +310,7 @@ class Engine:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Torch's workers spin for milliseconds after an operation that they shared, on the cores that the next step's kernels want."""
+    """Torch's workers spin for a while after an operation that they shared, on the cores that the next step's kernels want."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -180,7 +180,7 @@ class PackedLayer:
             parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
             out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
-        self.cache.finite[self.index] &= torch.isfinite(out.sum())  # one pass; only ever names the layer of what was found later
+        self.cache.finite[self.index] &= torch.isfinite(out.sum())  # only ever names the layer of what is found later
         return out.to(q.dtype)
 
     def attend_fused(self, queries: torch.Tensor) -> torch.Tensor:

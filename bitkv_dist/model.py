@@ -101,7 +101,10 @@ class ServedModel:
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor, position_ids: torch.Tensor, cache) -> torch.Tensor:
-        """One token of each sequence of `cache.step` through all layers: ids, position_ids [b, 1] -> fp32 logits [b, vocabulary]."""
+        """One token of each sequence of `cache.step` through all layers.
+
+        ids, position_ids [b, 1] -> fp32 logits [b, vocabulary].
+        """
         if self.decoder is not None:
             return self.decoder.step(ids, position_ids, cache)
         hidden = self.embed(ids)
@@ -180,11 +183,15 @@ def load(
     )
 
 
-def _kept_dtype(place, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str, tp: int) -> torch.dtype:
+def _kept_dtype(
+    place, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str, tp: int
+) -> torch.dtype:
     """`dtype`, or bfloat16 under computing in float32, which only our own decode kernels do."""
     if weights == "model" or dtype == torch.bfloat16:
         return dtype
-    why = unserved(config, torch.bfloat16, device, tp) or (f"dtype {str(dtype).removeprefix('torch.')}" if dtype != torch.float32 else None)
+    why = unserved(config, torch.bfloat16, device, tp)
+    if why is None and dtype != torch.float32:
+        why = f"dtype {str(dtype).removeprefix('torch.')}"
     if weights == "bfloat16" and why:
         raise ValueError(f"weights bfloat16: are served with dtype float32 on a CPU, by compiled kernels ({why}); leave it out")
     return torch.bfloat16 if weights == "bfloat16" or (not why and checkpoint.stored_in_bfloat16(place)) else dtype

@@ -68,14 +68,15 @@ class SequenceState:
 
     def view(self, shard_nodes: int, group: int) -> View:
         """What a decode query sees here; the same in all layers of a step."""
-        slabs = [(len(records), granules) for records, granules in self.sealed.blocks(sys.maxsize, -(-self.sealed_end // GRANULE_TOKENS))]
-        index = [granule for _, granules in slabs for granule in granules]
+        granules = -(-self.sealed_end // GRANULE_TOKENS)  # of all ranks
+        slabs = [held for _, held in self.sealed.blocks(sys.maxsize, granules)]
+        index = [granule for held in slabs for granule in held]
         place = torch.arange(0, GRANULE_TOKENS, self.page_tokens)
         start = torch.tensor(index, dtype=torch.int64)[:, None] * GRANULE_TOKENS + place
-        width = lane_width(-(-self.sealed_end // GRANULE_TOKENS), shard_nodes)
+        width = lane_width(granules, shard_nodes)
         _, heads, _, dim = self.exact.shape
         valid = (start >= self.sink) & (start < self.sealed_end)
-        return View([count for count, _ in slabs], index, valid, width, shard_nodes, (heads, group, dim))
+        return View(list(map(len, slabs)), index, valid, width, shard_nodes, (heads, group, dim))
 
     def granules(self, most: int, end: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
         """At most `most` granules held here at a time, in token order: their records [n, pages, HK, record_bytes], which of

@@ -1,8 +1,8 @@
 """Exact causal attention of a chunk of prompt queries over all keys so far, without a mask in memory.
 
 On CPUs with AVX2 by a kernel of our own (kernels/cpu/prompt.hpp), elsewhere by torch's fused ones: there, the keys before the
-chunk and the chunk itself are attended to apart and merged by their log-sum-exp, so nothing proportional to chunk x T beyond the
-fused kernel's tiles is ever allocated.
+chunk and the chunk itself are attended to apart and merged by their log-sum-exp, so nothing proportional to chunk x T beyond
+the fused kernel's tiles is ever allocated.
 """
 
 from __future__ import annotations

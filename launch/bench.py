@@ -113,7 +113,8 @@ class Bench:
     def ledger(self, key: tuple[str, ...], settings: dict[str, Any]) -> Ledger:
         """The file of --json, or rows in memory. settings: what decides about the numbers, beside model and window."""
         generate = self.run.generate
-        common = {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "weights": generate.weights, "window": self.window}
+        common = {"task": self.asked.task, "model": generate.model, "dtype": generate.dtype, "weights": generate.weights}
+        common["window"] = self.window
         return Ledger(self.asked.json, key, common | settings)
 
     def progress(self, what: str, unit: str = "tokens") -> Callable[[float, int], None]:

@@ -12,7 +12,7 @@ DEFAULT_PRESET = "4bit"
 _MODEL = (
     ("--model", "generate.model", "smollm2-135m, a directory, a .gguf file or a hub id"),
     ("--dtype", "generate.dtype", "float32, bfloat16 or float16; float32 on a CPU and bfloat16 on a GPU without it"),
-    ("--weights", "generate.weights", "kept in: model (that is --dtype), bfloat16 (rounded if need be; computing in --dtype) or auto"),
+    ("--weights", "generate.weights", "kept in: model (that is --dtype), bfloat16 (rounding if need be) or auto (if not)"),
 )
 _CACHE = (
     ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline) or exact"),

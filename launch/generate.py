@@ -130,8 +130,9 @@ class _Run:
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
         self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
+        place = {"device": world.device, "weights": generate.weights}
         shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        model = models.load(generate.model, dtype=dtype, device=world.device, weights=generate.weights, progress=self._load_bar, **shard)
+        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place, **shard)
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Decode steps by our own kernels: transformers' layers over the same weights, and bits that nothing changes but the numbers."""
+"""Our own kernels for the dense part: transformers' layers over the same weights, and bits that nothing changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_products_of_odd_sizes(width, dtype):
     """Norm and matrix against float64; and every instruction set, thread count and batch gives the same bits."""
     torch.manual_seed(width)
     weight, norm, hidden = torch.randn(2 * width + 333, width).to(dtype), torch.rand(width), torch.randn(5, width)
-    exact = hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double() @ weight.double().T
+    exact = (
+        hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double() @ weight.double().T
+    )
     found, threads = [], torch.get_num_threads()
     try:
         for isa in isas():
@@ -241,7 +243,7 @@ def test_what_the_kernels_do_not_serve_is_left_to_transformers(tmp_path):
 def test_weights_refusals(rounded):
     with pytest.raises(ValueError, match=r"weights bfloat16: .*dtype float16.*leave it out"):
         load(rounded, dtype=torch.float16, weights="bfloat16")
-    with dispatch.forced("reference"), pytest.raises(ValueError, match="weights bfloat16: .*no compiled kernels"):
+    with dispatch.forced("reference"), pytest.raises(ValueError, match=r"weights bfloat16: .*no compiled kernels"):
         load(rounded, weights="bfloat16")
-    with pytest.raises(ValueError, match="generate.weights"):
+    with pytest.raises(ValueError, match=r"generate\.weights"):
         GenerateConfig(weights="int4")

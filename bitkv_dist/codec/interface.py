@@ -47,8 +47,7 @@ class Codec(Protocol):
 
     record_bytes: int
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
-    # Whether a decode step is `see` and `conclude`, two calls of compiled code, in place of all from `prepare` to `finish`.
-    fused: bool
+    fused: bool  # whether a decode step is `see` and `conclude`, compiled, in place of all from `prepare` to `finish`
     takes_tables: bool  # whether a decode step finds its pages by tables.StepTables: such a codec is a TableCodec
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

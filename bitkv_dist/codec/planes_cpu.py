@@ -60,7 +60,9 @@ class PlanesCodecCpu(PlanesCodec):
     def fused(self) -> bool:
         return not self.unserved
 
-    def see(self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]) -> tuple[Partial, Partial, ReadCount]:
+    def see(
+        self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
+    ) -> tuple[Partial, Partial, ReadCount]:
         """A decode query fp32 [HK, 1, G, D] in base 2: its partial [HK, 1, G] over the exact rows [2, HK, count, D], its tree
         nodes [V, HK, 1, G] over the sealed granules in `slabs`, and what was read. The next `see` of the view replaces both."""
         exact, nodes, refined = view.see(self.native_layout, self.refinement, self.signs["K"], query, rows, slabs)

@@ -1,7 +1,8 @@
-"""The dense part of a decode step behind ctypes: weights are read where torch holds them, in float32 or bfloat16, and everything is
-computed and summed in float32, in an order that no number of threads or rows and no instruction set changes.
+"""The dense part of decode steps, and the small operations of prompts, behind ctypes.
 
-The twin of each call is a few lines of torch: a decoder layer of transformers up to its attention, the rest of it, norm and head.
+Weights are read where torch holds them, in float32 or bfloat16, and everything is computed and summed in float32, in an order
+that no number of threads or rows and no instruction set changes. The twin of each call is a few lines of torch: a decoder layer
+of transformers up to its attention, the rest of it, norm and head.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from bitkv_dist.kernels import cpu
 class Matrix(ctypes.Structure):
     """nn.Linear's weight [out, in], contiguous, float32 or bfloat16, and its bias fp32 [out] or null (see interface.hpp)."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("out", "in", "bfloat16")] + [("data", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_ = [(name, ctypes.c_int64) for name in ("out", "in", "bfloat16")] + [
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
 
 
 class Block(ctypes.Structure):
@@ -49,7 +53,13 @@ def project(block: Block, hidden: torch.Tensor, step: Step) -> tuple[torch.Tenso
     """Norm, projections, their norms and rotary positions: hidden fp32 [rows, E] -> q [rows, H, D], k and v [rows, HK, D]."""
     q = torch.empty(step.rows, block.heads, block.dim)
     k, v = torch.empty(2, step.rows, block.kv_heads, block.dim)
-    cpu.load().bitkv_project(ctypes.byref(block), *_pointers(hidden), ctypes.c_int64(step.rows), *_pointers(step.cosine, step.sine, q, k, v), _threads())
+    cpu.load().bitkv_project(
+        ctypes.byref(block),
+        *_pointers(hidden),
+        ctypes.c_int64(step.rows),
+        *_pointers(step.cosine, step.sine, q, k, v),
+        _threads(),
+    )
     return q, k, v
 
 
@@ -66,8 +76,10 @@ def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def place(block: Block, cosine: torch.Tensor, sine: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Norms and rotary positions in place: q fp32 [rows, H D], k [rows, HK D], cosine and sine [rows, rotary dim], contiguous."""
-    cpu.load().bitkv_place(ctypes.byref(block), *_pointers(cosine, sine, q, k), ctypes.c_int64(cosine.numel() // block.rotary_dim), _threads())
+    """Norms and rotary positions in place: q fp32 [rows, H D], k [rows, HK D], cosine, sine [rows, rotary dim], contiguous."""
+    cpu.load().bitkv_place(
+        ctypes.byref(block), *_pointers(cosine, sine, q, k), ctypes.c_int64(cosine.numel() // block.rotary_dim), _threads()
+    )
 
 
 def gate(gates: torch.Tensor, up: torch.Tensor) -> None:
@@ -78,7 +90,15 @@ def gate(gates: torch.Tensor, up: torch.Tensor) -> None:
 def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
     """Last norm and LM head: hidden fp32 [rows, E] -> logits fp32 [rows, vocabulary]."""
     logits = torch.empty(len(hidden), weight.out)
-    cpu.load().bitkv_head(ctypes.byref(weight), *_pointers(norm), ctypes.c_float(eps), *_pointers(hidden), ctypes.c_int64(len(hidden)), *_pointers(logits), _threads())
+    cpu.load().bitkv_head(
+        ctypes.byref(weight),
+        *_pointers(norm),
+        ctypes.c_float(eps),
+        *_pointers(hidden),
+        ctypes.c_int64(len(hidden)),
+        *_pointers(logits),
+        _threads(),
+    )
     return logits
 
 

@@ -1,4 +1,5 @@
-"""Attention of one decode query in two calls: what it sees in one layer, and, once the ranks' partials have been merged, its output."""
+"""Attention of one decode query in two calls: what it sees in one layer, and, once the ranks' partials are merged, its output.
+Attention of prompts."""
 
 from __future__ import annotations
 
@@ -20,14 +21,23 @@ class _Seen(ctypes.Structure):
 
 
 class View:
-    """Which tokens of a sequence a decode query sees on this rank: the same in all layers, so made once per step, with room for a
-    layer's partials.
+    """Which tokens of a sequence a decode query sees on this rank, with room for a layer's partials.
+
+    The same in all layers, so made once per step.
 
     slab_granules: granules in use of each slab. index: their ascending global indices. page_valid bool [granules, pages].
     width, nodes: of the merge tree (bitkv_dist/partial.py). shape: HK, G, D.
     """
 
-    def __init__(self, slab_granules: Sequence[int], index: Sequence[int], page_valid: torch.Tensor, width: int, nodes: int, shape: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        slab_granules: Sequence[int],
+        index: Sequence[int],
+        page_valid: torch.Tensor,
+        width: int,
+        nodes: int,
+        shape: tuple[int, int, int],
+    ) -> None:
         heads, group, dim = shape
         self.pages, self.group = int(page_valid.sum()), ctypes.c_int64(group)
         self._page_valid, self._index = page_valid.contiguous(), torch.tensor(index, dtype=torch.int64)
@@ -37,16 +47,20 @@ class View:
             slabs=len(slab_granules), granules=len(index), width=width, nodes=nodes, records=ctypes.addressof(self._records),
             slab_granules=ctypes.addressof(self._counts), index=self._index.data_ptr(), page_valid=self._page_valid.data_ptr(),
         )  # fmt: skip
-        self._exact, lanes = ((torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group, dim)) for n in (1, width))
+        self._exact, lanes = (
+            (torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group, dim))
+            for n in (1, width)
+        )
         self._addresses = [ctypes.c_void_p(t.data_ptr()) for t in (*self._exact, *lanes)]
         self._exact, self._nodes = tuple(t[0] for t in self._exact), tuple(t[:nodes] for t in lanes)
 
     def see(self, layout: cpu.Layout, refinement: cpu.Refinement, signs: torch.Tensor, query: torch.Tensor, rows: torch.Tensor,
             slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
-        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, count, D], slabs uint8 [n, pages, HK, record_bytes].
+        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, count, D], slabs of records uint8
+        [n, pages, HK, record_bytes].
 
-        Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the number of
-        refined tokens, counted once per KV head. The next layer's call replaces both partials.
+        Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the
+        number of refined tokens, counted once per KV head. The next layer's call replaces both partials.
         """
         k, v = rows if rows.dtype == torch.float32 else rows.float()
         if k.stride()[1:] != (k.shape[2], 1):
@@ -64,21 +78,26 @@ class View:
 
 
 def attend_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor | None:
-    """Causal attention: q fp32 [HK, G, n, D], queries of the last n of T tokens; k, v fp32 [HK, T, D] -> fp32 [HK, G, n, D]; None where
-    the instruction set has no kernel for it."""
+    """Causal attention: q fp32 [HK, G, n, D], queries of the last n of T tokens; k, v fp32 [HK, T, D] -> fp32 [HK, G, n, D].
+    None where the instruction set has no kernel for it."""
     heads, group, n, dim = q.shape
-    q, k, v = q.contiguous(), *((k, v) if k.stride() == v.stride() and k.stride()[1:] == (dim, 1) else (k.contiguous(), v.contiguous()))
+    q, k, v = (
+        q.contiguous(),
+        *((k, v) if k.stride() == v.stride() and k.stride()[1:] == (dim, 1) else (k.contiguous(), v.contiguous())),
+    )
     out = torch.empty(q.shape)
     sizes = [ctypes.c_int64(size) for size in (heads, group, n, dim, k.shape[1])]
-    q_k_v = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v)]
-    ran = cpu.load().bitkv_attend_prompt(*sizes, ctypes.c_float(scaling * math.log2(math.e)), *q_k_v, ctypes.c_int64(k.stride(0)),
-                                         ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads()))  # fmt: skip
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v)]
+    base2, stride, threads = scaling * math.log2(math.e), ctypes.c_int64(k.stride(0)), ctypes.c_int64(torch.get_num_threads())
+    ran = cpu.load().bitkv_attend_prompt(
+        *sizes, ctypes.c_float(base2), *pointers, stride, ctypes.c_void_p(out.data_ptr()), threads
+    )
     return out if ran else None
 
 
 def finish(root: Part, exact: Part, signs: torch.Tensor, out: torch.Tensor) -> bool:
-    """The attention output fp32 [1, H, D], contiguous, from the root of the tree in rotated space and the exact rows' partial, both
-    [HK, 1, G]; signs [HK, D]. Returns whether all of it is finite."""
+    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree in rotated space and the exact
+    rows' partial, both [HK, 1, G]; signs [HK, D]. Returns whether all of it is finite."""
     heads, _, group, dim = root[2].shape
     parts = [t.contiguous() for t in (signs, *root, *exact)]
     sizes = [ctypes.c_int64(size) for size in (heads, group, dim)]
