@@ -1,4 +1,5 @@
-"""Queries in the form that the kernels take: rotated, int8 codes with one scale per head. One small step per layer, in plain torch."""
+"""Queries in the form that the kernels take: rotated, int8 codes with one scale per head. One small step per layer, in plain
+torch."""
 
 from __future__ import annotations
 
