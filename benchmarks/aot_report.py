@@ -38,6 +38,11 @@ DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 HEADS, GROUP, PAGE_TOKENS, GRANULE_TOKENS = 8, 4, 128, 512
 SHARE = 0.05
+COLUMNS = {
+    "kernel": 12, "depth": 5, "D": 3, "G": 2, "arch": 6, "warps": 5, "regs": 4, "spills": 6, "shared": 6, "load_bits": 9,
+    "mma": 3, "instr": 5, "limit": 12, "share": 5,
+}  # fmt: skip
+LEFT = ("kernel", "depth", "arch", "limit")
 PLANE_LOADS = ("load_planes", "load_codes")
 NARROWEST_BITS = 64
 
@@ -203,12 +208,9 @@ def line(row: dict) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    share = row.get("bandwidth_share")
-    return (
-        f"{row['kernel']:12} {row['bits']}/{row['scan_bits']} {row['D']:4} {row['G']:3} {row['arch']:7} {row['warps']:5} "
-        f"{row['regs']:5} {row['spills']:6} {row['shared']:7} {row['load_bits']:5} {row['mma']:4} {number(row['instr_per_element']):>7}  "
-        f"{row['limit'] or '-':12} {number(share):>5}"
-    )
+    row = row | {"depth": f"{row['bits']}/{row['scan_bits']}", "share": number(row.get("bandwidth_share"))}
+    row |= {"instr": number(row["instr_per_element"]), "limit": row["limit"] or "-"}
+    return "  ".join(f"{row[name]!s:{'<' if name in LEFT else '>'}{width}}" for name, width in COLUMNS.items())
 
 
 def versions() -> dict:
@@ -225,8 +227,8 @@ def main() -> int:
     parser.add_argument("--kernel", action="append", help="only this kernel (may be repeated)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments = parser.parse_args()
-    print("instructions per stored element and the share of peak bandwidth they allow; the last two columns are predictions")
-    print("kernel       bits    D   G arch    warps  regs spills  shared loads  mma instr/e  limit        share")
+    print("depth: bits stored/scanned; instr: per stored element; limit and share of peak bandwidth are predictions")
+    print("  ".join(f"{name:{'<' if name in LEFT else '>'}{width}}" for name, width in COLUMNS.items()))
     rows, failed = [], []
     for row in compile_rows(arguments.arch or list(TARGETS), tuple(arguments.dim or DIMS), arguments.kernel):
         rows.append(row)
