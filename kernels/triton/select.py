@@ -1,7 +1,7 @@
 """Select: which tokens of a granule are refined, those that carry its attention by their scanned scores, without sorting.
 
-Twin of `select` in kernels/reference/selection.py: the threshold is found bit by bit over integers that order as the scores do, ties go
-to the lower position.
+Twin of `select` in kernels/reference/selection.py: the threshold is found bit by bit over integers that order as the scores
+do, ties go to the lower position.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def threshold(keys, count):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "queries"])
 def select(
     records, granules, bounds, dots, bases, scale, norm2, counts, tokens, tops, slots, queries, heads, group, noise,
     P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_SCAN: tl.constexpr,
@@ -45,9 +45,9 @@ def select(
 ):  # fmt: skip
     """The tokens to refine, one list for a group (LISTS = 1) or one per head (LISTS = GROUP); of G = `group` heads.
 
-    counts int32 [512 / P + 1]: how many tokens of a granule with so many pages. tokens int32 [B, slots, HK, Q, R, LIST]: ascending
-    positions in the granule, then -1. tops int32 [B, slots, HK, Q, G, LIST]: the listed tokens' dots; in `dots` themselves they are
-    replaced by `excluded`. The others: see `scan`; noise = 0.5 ln2 r^2 / (D a^2) of the scanned code.
+    counts int32 [512 / P + 1]: how many tokens of a granule with so many pages. tokens int32 [B, slots, HK, Q, R, LIST]:
+    ascending positions in the granule, then -1. tops int32 [B, slots, HK, Q, G, LIST]: the listed tokens' dots; in `dots`
+    themselves they are replaced by `excluded`. The others: see `scan`; noise = 0.5 ln2 r^2 / (D a^2) of the scanned code.
     """
     PAGES: tl.constexpr = 512 // P
     slot, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries

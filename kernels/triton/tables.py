@@ -1,8 +1,8 @@
 """How each kernel is launched on each architecture: a fixed table, never a choice by timing at run time.
 
-One warp per program is what the decode kernels want: its softmax needs no exchange between warps, its tiles are those of one tensor-core
-instruction, and latency is hidden by many programs per multiprocessor (12 at 168 registers) and by copies to shared memory that
-run ahead.
+One warp per program is what the decode kernels want: its softmax needs no exchange between warps, its tiles are those of one
+tensor-core instruction, and latency is hidden by many programs per multiprocessor (12 at 168 registers) and by copies to
+shared memory that run ahead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,13 @@ NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf
 AMD = Config(columns=16, lanes=64, assembly=PLAIN.value, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
-ARCHITECTURES: dict[str, Config] = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD, "interpreter": INTERPRETER}
+ARCHITECTURES: dict[str, Config] = {
+    "sm_80": NVIDIA,
+    "sm_90": NVIDIA,
+    "sm_100": NVIDIA,
+    "gfx942": AMD,
+    "interpreter": INTERPRETER,
+}
 
 
 _forced: str | None = None
@@ -77,6 +83,7 @@ def architecture(device: torch.device) -> str:
         return "gfx942"
     major = torch.cuda.get_device_capability(device)[0]
     if major < 8:
-        raise ValueError(f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu")
+        raise ValueError(
+            f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu"
+        )
     return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100")
-
