@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU that is not there, and reads what the compiler made of them.
 
-The host code runs unchanged on CPU tensors; every launch is turned into a compilation for the wanted target. So a row of the report is the
-variant that this host code would launch: its constants, its configuration, its specialisations.
+The host code runs unchanged on CPU tensors; every launch is turned into a compilation for the wanted target. So a row of the
+report is the variant that this host code would launch: its constants, its configuration, its specialisations.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TENSOR_CORE = re.compile(r"^(\w*MMA|v_(s?mfmac?|wmma))[._]")
 
 @dataclass(frozen=True)
 class Code:
-    """One compiled kernel. instructions: its machine code in order; loops: (first, last) indices of loops without a loop inside;
-    loads: (source function, bits) of its global loads."""
+    """One compiled kernel. instructions: its machine code in order; loops: (first, last) indices of loops without a loop
+    inside; loads: (source function, bits) of its global loads."""
 
     name: str
     arch: str
@@ -105,8 +105,13 @@ def read(kernel, arch: str) -> Code:
     if hip:
         text = kernel.asm["amdgcn"]
         # What stands between the kernel's label and the end of its program; numbers stand in the notes behind.
-        instructions, loops = parse(text.split("s_endpgm")[0], r"^(\.LBB\w+):", r"^\s+([a-z]\w+\b.*)$", r"\bs_c?branch\w*\s+(\.LBB\w+)")
-        number = {name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
+        instructions, loops = parse(
+            text.split("s_endpgm")[0], r"^(\.LBB\w+):", r"^\s+([a-z]\w+\b.*)$", r"\bs_c?branch\w*\s+(\.LBB\w+)"
+        )
+        number = {
+            name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+            for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+        }
         regs, spills = number["vgpr_count"], number["vgpr_spill_count"] + number["sgpr_spill_count"]
         loads = global_loads(text, r"\b(?:global|buffer|flat)_load_(\w+)", amd_bits)
     else:
@@ -114,7 +119,9 @@ def read(kernel, arch: str) -> Code:
             file.write(kernel.asm["cubin"])
             file.flush()
             text, usage = tool("nvdisasm", "-c", file.name), tool("cuobjdump", "-res-usage", file.name)
-        instructions, loops = parse(text, r"^\s*(\.L_x_\w+):", r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", r"\bBRA\b.*(\.L_x_\w+)")
+        instructions, loops = parse(
+            text, r"^\s*(\.L_x_\w+):", r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", r"\bBRA\b.*(\.L_x_\w+)"
+        )
         regs = int(re.search(r"REG:(\d+)", usage)[1])
         spills = sum(bool(re.match(r"(LDL|STL)\b", instruction)) for instruction in instructions)
         loads = global_loads(kernel.asm["ptx"], r"\b(ld\.global[\w.]*|cp\.async\.c[ag][^;]*)", ptx_bits)
@@ -138,7 +145,9 @@ def parse(text: str, label: str, instruction: str, branch: str) -> tuple[list[st
         found = re.search(branch, text)
         if found and labels.get(found[1], last + 1) < last:  # a jump to itself only pads the end
             loops.add((labels[found[1]], last))
-    inner = [loop for loop in loops if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)]
+    inner = [
+        loop for loop in loops if not any(other != loop and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)
+    ]
     return instructions, sorted(inner)
 
 

@@ -1,8 +1,9 @@
 """What the compilers make of the Triton kernels, without a GPU, and what limits them.
 
-Every kernel and variant is compiled for sm_80, sm_90, sm_100 and gfx942 as the host code would launch it. Registers, spills, shared memory,
-widths of loads and instruction counts are facts; which of memory and instructions limits a kernel is a prediction from them. Exits 1
-when a kernel spills, or when `decode` or `scan` loads code planes narrower than 64 bits or does without tensor cores.
+Every kernel and variant is compiled for sm_80, sm_90, sm_100 and gfx942 as the host code would launch it. Registers, spills,
+shared memory, widths of loads and instruction counts are facts; which of memory and instructions limits a kernel is a
+prediction from them. Exits 1 when a kernel spills, or when `decode` or `scan` loads code planes narrower than 64 bits or does
+without tensor cores.
 
     python benchmarks/aot_report.py --json aot.json
     python benchmarks/aot_report.py --arch sm_90 --dim 128 --kernel decode
@@ -37,6 +38,11 @@ DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 HEADS, GROUP, PAGE_TOKENS, GRANULE_TOKENS = 8, 4, 128, 512
 SHARE = 0.05
+COLUMNS = {
+    "kernel": 12, "depth": 5, "D": 3, "G": 2, "arch": 6, "warps": 5, "regs": 4, "spills": 6, "shared": 6, "load_bits": 9,
+    "mma": 3, "instr": 5, "limit": 12, "share": 5,
+}  # fmt: skip
+LEFT = ("kernel", "depth", "arch", "limit")
 PLANE_LOADS = ("load_planes", "load_codes")
 NARROWEST_BITS = 64
 
@@ -108,7 +114,9 @@ def launch(shape: Shape) -> None:
     """Everything that a decode step of this cache launches, and the encoding of a page."""
     layout, lanes = shape.layout(), 256
     heads = (1, HEADS, 1, shape.group)
-    query = triton.Query(torch.zeros(*heads, shape.dim, dtype=torch.int8), torch.zeros(heads), torch.zeros(heads), torch.zeros(*heads, shape.dim))
+    query = triton.Query(
+        torch.zeros(*heads, shape.dim, dtype=torch.int8), torch.zeros(heads), torch.zeros(heads), torch.zeros(*heads, shape.dim)
+    )
     bounds = torch.zeros(1, lanes, 2, dtype=torch.int32)
     table = triton.Table(torch.zeros(16, dtype=torch.uint8), torch.zeros(1, 2 * lanes, dtype=torch.int64), bounds)
     rule = triton.Refinement(shape.tiered, True, 1, SHARE, 0.1, 0.1)
@@ -118,7 +126,9 @@ def launch(shape: Shape) -> None:
 def launch_others(dim: int) -> None:
     """What does not depend on the depth: the window and the tree."""
     for dtype in (torch.bfloat16, torch.float32):
-        triton.attend_exact(torch.zeros(HEADS, 1, GROUP, dim), torch.zeros(2, HEADS, 384, dim, dtype=dtype), torch.zeros((), dtype=torch.int64))
+        triton.attend_exact(
+            torch.zeros(HEADS, 1, GROUP, dim), torch.zeros(2, HEADS, 384, dim, dtype=dtype), torch.zeros((), dtype=torch.int64)
+        )
     part = torch.zeros(512, HEADS, 1, GROUP), torch.zeros(512, HEADS, 1, GROUP), torch.zeros(512, HEADS, 1, GROUP, dim)
     triton.tree(*part, torch.arange(512), 256, 1)
 
@@ -144,7 +154,9 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
     body = code.main_loop() or code.instructions
     elements = elements_of(kernel, shape)
     per_element = code.threads * len(body) / elements if elements else None
-    widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [max((bits for _, bits in code.loads), default=0)]
+    widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [
+        max((bits for _, bits in code.loads), default=0)
+    ]
     row = {
         "kernel": kernel, "bits": shape.bits, "scan_bits": shape.scan_bits, "D": shape.dim, "G": shape.group, "arch": code.arch,
         "warps": code.warps, "regs": code.regs, "spills": code.spills, "shared": code.shared, "load_bits": min(widths),
@@ -154,7 +166,10 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
         device = DEVICES[code.arch]
         memory = shape.read_bytes(kernel) / device.memory_gb_s
         instructions = per_element / (device.issue_lanes * device.clock_ghz)
-        row |= {"limit": "memory" if memory >= instructions else "instructions", "bandwidth_share": min(1.0, memory / instructions)}
+        row |= {
+            "limit": "memory" if memory >= instructions else "instructions",
+            "bandwidth_share": min(1.0, memory / instructions),
+        }
     return row
 
 
@@ -193,16 +208,15 @@ def line(row: dict) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    share = row.get("bandwidth_share")
-    return (
-        f"{row['kernel']:12} {row['bits']}/{row['scan_bits']} {row['D']:4} {row['G']:3} {row['arch']:7} {row['warps']:5} {row['regs']:5} "
-        f"{row['spills']:6} {row['shared']:7} {row['load_bits']:5} {row['mma']:4} {number(row['instr_per_element']):>7}  "
-        f"{row['limit'] or '-':12} {number(share):>5}"
-    )
+    row = row | {"depth": f"{row['bits']}/{row['scan_bits']}", "share": number(row.get("bandwidth_share"))}
+    row |= {"instr": number(row["instr_per_element"]), "limit": row["limit"] or "-"}
+    return "  ".join(f"{row[name]!s:{'<' if name in LEFT else '>'}{width}}" for name, width in COLUMNS.items())
 
 
 def versions() -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout.strip()
     return {"triton": language.__version__, "torch": torch.__version__, "commit": commit, "machine": platform.machine()}
 
 
@@ -213,8 +227,8 @@ def main() -> int:
     parser.add_argument("--kernel", action="append", help="only this kernel (may be repeated)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments = parser.parse_args()
-    print("instructions per stored element and the share of peak bandwidth they allow; the last two columns are predictions")
-    print("kernel       bits    D   G arch    warps  regs spills  shared loads  mma instr/e  limit        share")
+    print("depth: bits stored/scanned; instr: per stored element; limit and share of peak bandwidth are predictions")
+    print("  ".join(f"{name:{'<' if name in LEFT else '>'}{width}}" for name, width in COLUMNS.items()))
     rows, failed = [], []
     for row in compile_rows(arguments.arch or list(TARGETS), tuple(arguments.dim or DIMS), arguments.kernel):
         rows.append(row)

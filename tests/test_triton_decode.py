@@ -55,7 +55,7 @@ def run_ptx(text: str, planes: list[int]) -> list[int]:
 def test_assembly_expands_as_its_twin(bits, exact):
     """Every byte value in every byte: mask j yields code * 2^e(j), below bit 7 but for the sign that one plane turns."""
     torch.manual_seed(bits)
-    for words in torch.randint(0, 1 << 32, (64, bits)).tolist() + [[0xFFFFFFFF] * bits, [0x80000000] * bits]:
+    for words in [*torch.randint(0, 1 << 32, (64, bits)).tolist(), [0xFFFFFFFF] * bits, [0x80000000] * bits]:
         for j, found in enumerate(run_ptx(expansion(bits, exact), words)):
             codes = [sum((word >> (8 * b + j) & 1) << (bits - 1 - plane) for plane, word in enumerate(words)) for b in range(4)]
             low = shifted(bits, bits - 1, j, exact)[1]
@@ -67,7 +67,9 @@ def test_assembly_expands_as_its_twin(bits, exact):
 
 
 @language.jit
-def sum_values(plane, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
+def sum_values(
+    plane, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr
+):
     """out int32 [D, GROUP] = weights int8 [P, GROUP] times codes."""
     WIDTH: tl.constexpr = language.next_power_of_2(D // 8)
     column = tl.arange(0, SETS * GROUP)[None, :]
@@ -125,7 +127,9 @@ def test_decode_of_nothing_and_of_zeros():
     m, l, o, _ = triton.attend(layout(pages), query, records, torch.ones(1, 4, dtype=torch.bool), refinement(pages, None))
     torch.testing.assert_close(m + l.log2(), torch.full_like(m, 9.0))
     assert (o / l.unsqueeze(-1)).abs().max() < 1e-15
-    m, _, o, refined = triton.attend(layout(pages), query, records[:0], torch.ones(0, 4, dtype=torch.bool), refinement(pages, None))
+    m, _, o, refined = triton.attend(
+        layout(pages), query, records[:0], torch.ones(0, 4, dtype=torch.bool), refinement(pages, None)
+    )
     assert m.shape == (0, KV_HEADS, 1, 3) and o.shape == (0, KV_HEADS, 1, 3, 64) and refined == 0
 
 

@@ -29,7 +29,8 @@ def test_scan_finds_the_integers_of_the_reference(dim):
         bounds = torch.tensor([[[1, told.pages]]], dtype=torch.int32)
         padded = 1 << (group - 1).bit_length()
         scan[(1, KV_HEADS, 1)](
-            records, torch.zeros(1, 1, dtype=torch.int64), bounds, dots, bases, query.codes, query.rotated, 1, 1, KV_HEADS, group,
+            records, torch.zeros(1, 1, dtype=torch.int64), bounds, dots, bases, query.codes, query.rotated,
+            1, 1, KV_HEADS, group,
             D=dim, P=tokens, RECORD=told.record_bytes, KEY_BITS=bits, KEY_PLANES=told.planes[0], KEY_CENTROID=told.centroid[0],
             GROUP=padded, COLS=max(8, padded), ASSEMBLY=INTERPRETER.assembly,
         )  # fmt: skip
@@ -57,7 +58,8 @@ def selected(scores: torch.Tensor, group: bool, count: int, first_page: int = 0)
     select[(1, 1, 1)](
         records, torch.zeros(1, 1, dtype=torch.int64), bounds, dots, torch.zeros(heads, 4), ones, zeros,
         torch.full((5,), count, dtype=torch.int32), tokens, tops, 1, 1, 1, heads, 0.0,
-        P=128, RECORD=256, KEY_BITS=1, KEY_SCAN=0, GROUP=padded, LISTS=1 if group else padded, LIST=room, ASSEMBLY=INTERPRETER.assembly,
+        P=128, RECORD=256, KEY_BITS=1, KEY_SCAN=0, GROUP=padded, LISTS=1 if group else padded, LIST=room,
+        ASSEMBLY=INTERPRETER.assembly,
     )  # fmt: skip
     return tokens, tops, dots
 
@@ -83,7 +85,10 @@ def test_select_takes_the_tokens_of_the_reference(heads, group):
             assert torch.equal(left[head], torch.where(mask[head], -(1 << 15), scores[head]))
 
 
-CHOICES = [reference.Selection(*choice) for choice in ((0.05, 1, True), (0.05, 1, False), (0.001, 7, True), (1.0, 0, False), (0.0, 0, True))]
+CHOICES = [
+    reference.Selection(*choice)
+    for choice in ((0.05, 1, True), (0.05, 1, False), (0.001, 7, True), (1.0, 0, False), (0.0, 0, True))
+]
 STORED = (((4, 1), (4, 1)), ((2, 1), (2, 1)), ((4, 2), (4, 2)), ((8, 4), (8, 4)), ((1, 1), (4, 1)))
 
 

@@ -1,7 +1,7 @@
 """Records, queries and tables for the tests of the Triton attention kernels, and what their outputs are compared with."""
 
 import torch
-from cpu_pages import Pages, queries, signs
+from cpu_pages import Pages, signs
 
 from bitkv_dist.codec.planes import NOISE
 from bitkv_dist.kernels import reference, triton
@@ -19,7 +19,9 @@ def refinement(pages: Pages, rule: reference.Selection | None) -> triton.Refinem
     return triton.Refinement(True, rule.group, rule.min_tokens, rule.value, *pages.noise())
 
 
-def wanted(pages: Pages, q: torch.Tensor, records: torch.Tensor, valid: torch.Tensor, rule: reference.Selection | None) -> reference.Attended:
+def wanted(
+    pages: Pages, q: torch.Tensor, records: torch.Tensor, valid: torch.Tensor, rule: reference.Selection | None
+) -> reference.Attended:
     query = reference.quantize_query(q, signs("K", pages.dim))
     low = [bits - scan_bits for bits, scan_bits in pages.depth.values()]
     return reference.attend(query, pages.load(records, "K"), pages.load(records, "V"), valid, *low, NOISE, rule)
@@ -39,5 +41,3 @@ def assert_same_attention(found, expected, output: float = 2e-4) -> None:
     mine, theirs = o[~empty] / l[~empty].unsqueeze(-1), expected[2][~empty] / expected[1][~empty].unsqueeze(-1)
     assert torch.isfinite(mine).all()
     assert ((mine - theirs).norm() / theirs.norm().clamp(min=1e-30)).item() < output
-
-

@@ -21,7 +21,8 @@ from bitkv_dist.kernels.triton.tables import Config, config
 
 
 class Table(NamedTuple):
-    """Where the granules of B sequences lie: the device holds all that grows, so one launch (or captured graph) serves any length.
+    """Where the granules of B sequences lie: the device holds all that grows, so one launch (or captured graph) serves any
+    length.
 
     base: uint8 tensor whose address the offsets count from; offsets int64 [B, slots]: each granule's records [pages, HK,
     record_bytes], multiples of 16, in token order. Lane i of `lanes` takes slots i, i + lanes, ..; bounds int32 [B, lanes, 2]:
@@ -39,8 +40,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Refinement:
-    """How tokens are chosen for refinement (one list for a `group`, or one per head), and the noise factors 0.5 ln2 r^2 / (D a^2) of
-    the scanned and the full key code. Twin of kernels/cpu `Refinement`."""
+    """How tokens are chosen for refinement (one list for a `group`, or one per head), and the noise factors 0.5 ln2 r^2 / (D
+    a^2) of the scanned and the full key code. Twin of kernels/cpu `Refinement`."""
 
     enabled: bool
     group: bool
@@ -51,8 +52,8 @@ class Refinement:
 
 
 def lane_bounds(span: torch.Tensor, lanes: int, pages: int) -> torch.Tensor:
-    """int32 [B, lanes, 2] for `Table`: span int64 [B, 2] on the device = first and last + 1 of the pages to attend to, counted in
-    the slots of a sequence. No host synchronisation; once per step for all layers."""
+    """int32 [B, lanes, 2] for `Table`: span int64 [B, 2] on the device = first and last + 1 of the pages to attend to, counted
+    in the slots of a sequence. No host synchronisation; once per step for all layers."""
     slot, part = (span // pages).unsqueeze(1), (span % pages).unsqueeze(1)  # [B, 1, 2]
     lane = torch.arange(lanes, device=span.device)[None, :, None]
     whole = (slot - lane + lanes - 1).clamp(min=0) // lanes
@@ -68,8 +69,8 @@ def group_size(query: Query, chosen: Config) -> int:
 def attend_lanes(
     layout: Layout, query: Query, table: Table, refinement: Refinement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partials of the lanes in the rotated space: m, l fp32 [B, lanes, HK, Q, G], o [.., D], and how many tokens were refined, counted
-    once per KV head and query, int64 []. query: tensors [B, HK, Q, G, ..]."""
+    """Partials of the lanes in the rotated space: m, l fp32 [B, lanes, HK, Q, G], o [.., D], and how many tokens were refined,
+    counted once per KV head and query, int64 []. query: tensors [B, HK, Q, G, ..]."""
     if not refinement.enabled:
         part = launch_decode(layout, query, table, refinement.scan_noise, None)
         return *part, torch.zeros((), dtype=torch.int64, device=query.codes.device)
@@ -101,11 +102,13 @@ def launch_decode(
     decode[(table.lanes, heads, batch * queries)](
         table.base, table.offsets, table.bounds, *(scanned or (query.codes, query.scale)), *query, m, l, o,
         table.lanes, table.offsets.shape[1], queries, heads, group, noise,
-        D=dim, P=layout.tokens, RECORD=layout.record_bytes, KEY_BITS=layout.scan_bits[KEYS], VALUE_BITS=layout.scan_bits[VALUES],
-        KEY_PLANES=layout.planes[KEYS], VALUE_PLANES=layout.planes[VALUES], KEY_SCAN=layout.scan[KEYS], VALUE_SCAN=layout.scan[VALUES],
+        D=dim, P=layout.tokens, RECORD=layout.record_bytes,
+        KEY_BITS=layout.scan_bits[KEYS], VALUE_BITS=layout.scan_bits[VALUES],
+        KEY_PLANES=layout.planes[KEYS], VALUE_PLANES=layout.planes[VALUES],
+        KEY_SCAN=layout.scan[KEYS], VALUE_SCAN=layout.scan[VALUES],
         KEY_CENTROID=layout.centroid[KEYS], VALUE_CENTROID=layout.centroid[VALUES],
         GROUP=padded, COLS=max(chosen.columns, padded), SCANNED=scanned is not None, ASSEMBLY=chosen.assembly,
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
     )  # fmt: skip
     return m, l, o
 
@@ -133,23 +136,25 @@ def attend_tiered(
     scan_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.codes, query.rotated, *sizes, **record,
         D=dim, KEY_BITS=layout.scan_bits[KEYS], KEY_PLANES=layout.planes[KEYS], KEY_CENTROID=layout.centroid[KEYS],
-        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.warps, num_stages=chosen.stages,
+        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
     )  # fmt: skip
     select_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,
         refinement.scan_noise, **record, KEY_BITS=layout.scan_bits[KEYS], KEY_SCAN=layout.scan[KEYS],
-        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps,
+        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps(padded),
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
     low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]
     refine_kernel[slots, heads, batch * queries * lists](
         table.base, table.offsets, bases, query.codes, query.scale, query.norm2, tokens, tops, m, l, o, *sizes,
         refinement.full_noise if low[KEYS] else refinement.scan_noise, **record, D=dim,
-        KEY_SCAN_BITS=layout.scan_bits[KEYS], KEY_LOW_BITS=low[KEYS], VALUE_SCAN_BITS=layout.scan_bits[VALUES], VALUE_LOW_BITS=low[VALUES],
-        KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS], VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
+        KEY_SCAN_BITS=layout.scan_bits[KEYS], VALUE_SCAN_BITS=layout.scan_bits[VALUES],
+        KEY_LOW_BITS=low[KEYS], VALUE_LOW_BITS=low[VALUES],
+        KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS],
+        VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
         KEY_LOW=layout.low[KEYS], VALUE_LOW=layout.low[VALUES], VALUE_PLANES=layout.planes[VALUES],
         VALUE_CENTROID=layout.centroid[VALUES], COLS=max(chosen.columns, padded) if refinement.group else chosen.columns,
-        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room),
+        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room, dim, padded if refinement.group else 1),
     )  # fmt: skip
     return (m, l, o), tokens
 
@@ -176,8 +181,8 @@ def count_refined(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def granule_table(records: torch.Tensor, page_valid: torch.Tensor) -> Table:
-    """Every granule of records uint8 [n, pages, HK, record_bytes] a lane of its own. page_valid bool [n, pages]: valid pages of a
-    granule follow one another, as those between the sink and the end of a sequence do."""
+    """Every granule of records uint8 [n, pages, HK, record_bytes] a lane of its own. page_valid bool [n, pages]: valid pages
+    of a granule follow one another, as those between the sink and the end of a sequence do."""
     offsets = torch.arange(len(records), device=records.device) * records.stride(0)
     first = page_valid.int().argmax(1)
     return Table(records, offsets[None], torch.stack((first, first + page_valid.sum(1)), dim=1).int()[None])
@@ -186,10 +191,11 @@ def granule_table(records: torch.Tensor, page_valid: torch.Tensor) -> Table:
 def attend(
     layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """m, l [n, HK, Q, G], o [n, HK, Q, G, D] of one sequence's queries over n granules, and how many tokens were refined, counted once
-    per KV head and query, int64 [].
+    """m, l [n, HK, Q, G], o [n, HK, Q, G, D] of one sequence's queries over n granules, and how many tokens were refined,
+    counted once per KV head and query, int64 [].
 
-    records uint8 [n, pages, HK, record_bytes], the last three dims contiguous; page_valid bool [n, pages] (see `granule_table`).
+    records uint8 [n, pages, HK, record_bytes], the last three dims contiguous; page_valid bool [n, pages] (see
+    `granule_table`).
     """
     if len(records) == 0:
         shape = (0, *query.scale.shape)

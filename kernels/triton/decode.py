@@ -1,12 +1,12 @@
 """Attention to sealed pages: split-KV over lanes of granules, one program per (lane, KV head, query).
 
-Twin of `attend` in kernels/reference/attention.py without refinement. A program walks its granules in token order, page by page: codes
-expand to int8 in registers, scores and values are integer tensor-core sums, the softmax runs online in base 2. Nothing that grows is
-a compile-time constant, and the grid is that of the lanes whatever the context.
+Twin of `attend` in kernels/reference/attention.py without refinement. A program walks its granules in token order, page by
+page: codes expand to int8 in registers, scores and values are integer tensor-core sums, the softmax runs online in base 2.
+Nothing that grows is a compile-time constant, and the grid is that of the lanes whatever the context.
 
-The weight of a value is w_t = 2^(s_t - m) a_t with its scale a_t, and a page's integers are normalised by the largest of them. So what
-is exponentiated is u_t = s_t + log2 a_t, the page's maximum of u gives the scale, and 2^(s_t - m) = w_t / a_t needs no second
-exponential. The base m of a partial is the largest u: a partial says the same for any base.
+The weight of a value is w_t = 2^(s_t - m) a_t with its scale a_t, and a page's integers are normalised by the largest of them.
+So what is exponentiated is u_t = s_t + log2 a_t, the page's maximum of u gives the scale, and 2^(s_t - m) = w_t / a_t needs no
+second exponential. The base m of a partial is the largest u: a partial says the same for any base.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def level_unit(BITS: tl.constexpr):
 
 @triton.jit
 def load_query(codes, query, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
-    """Dims start .. start + DIMS - 1 of a group's int8 query codes [G, D], 0 beyond D: SETS operands [DIMS, COLS] of `key_dots`."""
+    """Dims start .. start + DIMS - 1 of a group's int8 query codes [G, D], 0 beyond D: SETS operands [DIMS, COLS] of
+    `key_dots`."""
     column = tl.arange(0, SETS * GROUP)
     head = column % GROUP
     dim = start + tl.arange(0, DIMS)
@@ -46,12 +47,14 @@ def load_query(codes, query, group, start, D: tl.constexpr, DIMS: tl.constexpr, 
     found = tl.load(codes + (query * group + head[None, :]) * D + dim[:, None], mask=inside, other=0)
     operands = ()
     for s in tl.static_range(SETS):
-        operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)
+        operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)  # noqa: RUF005
     return operands
 
 
 @triton.jit
-def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr):
+def page_dots(
+    keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr
+):
     """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; operands and rest: the query's dims in two
     power-of-two blocks, rest = () where one holds them all."""
     SETS: tl.constexpr = len(operands)
@@ -67,11 +70,19 @@ def page_dots(keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
+def in_tile(sums):
+    """The same numbers int32 [ROWS, COLS], held by the threads that hold them when a tensor core has computed them: what
+    follows is laid out for that, and loaded numbers otherwise drag it all into the layout of the load."""
+    none = tl.zeros((sums.shape[0], 32), tl.int8)
+    return tl.dot(none, tl.zeros((32, sums.shape[1]), tl.int8), sums, out_dtype=tl.int32)
+
+
+@triton.jit
 def centroid_score(centroid, q_rotated, D: tl.constexpr):
     """q.c of a page, fp32 [GROUP]; q_rotated fp32 [D rounded up to a power of two, GROUP]."""
     dim = tl.arange(0, q_rotated.shape[0])
-    c = halves(centroid, dim, None if D == q_rotated.shape[0] else dim < D)
-    return tl.sum(q_rotated * (c if D == q_rotated.shape[0] else tl.where(dim < D, c, 0.0))[:, None], 0)
+    c = halves(centroid, dim, None if q_rotated.shape[0] == D else dim < D)
+    return tl.sum(q_rotated * (c if q_rotated.shape[0] == D else tl.where(dim < D, c, 0.0))[:, None], 0)
 
 
 @triton.constexpr_function
@@ -98,11 +109,11 @@ def decode(
 ):  # fmt: skip
     """Partials m, l fp32 [B, lanes, HK, Q, G], o fp32 [B, lanes, HK, Q, G, D] of the sealed pages of each lane.
 
-    records uint8: any address; granules int64 [B, slots]: byte offsets from it of the granules' records [512 / P, HK, RECORD], multiples
-    of 16; lane i takes slots i, i + lanes, .. . bounds int32 [B, lanes, 2]: first and last + 1 of the pages that a lane attends to,
-    counted in its granules. codes int8 and rotated fp32 [B, HK, Q, G, D], scale, norm2 fp32 [B, HK, Q, G]: as of `quantize_query`.
-    KEY_PLANES ..: byte offsets of a record's fields. With SCANNED each lane is one granule, and dots and bases stand for its keys:
-    what `scan` found and `select` has not excluded. Without, they are not looked at.
+    records uint8: any address; granules int64 [B, slots]: byte offsets from it of the granules' records [512 / P, HK, RECORD],
+    multiples of 16; lane i takes slots i, i + lanes, .. . bounds int32 [B, lanes, 2]: first and last + 1 of the pages that a
+    lane attends to, counted in its granules. codes int8 and rotated fp32 [B, HK, Q, G, D], scale, norm2 fp32 [B, HK, Q, G]: as
+    of `quantize_query`. KEY_PLANES ..: byte offsets of a record's fields. With SCANNED each lane is one granule, and dots and
+    bases stand for its keys: what `scan` found and `select` has not excluded. Without, they are not looked at.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
@@ -149,7 +160,8 @@ def decode(
 
         if SCANNED:
             token = tl.arange(0, P // SETS)[:, None] + P // SETS * column_set + turn % PAGES * P
-            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0)
+            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0).to(tl.int32)
+            sums = in_tile(sums)
         else:
             sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
         key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)

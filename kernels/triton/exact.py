@@ -1,8 +1,8 @@
 """Attention of one position's queries to rows kept exactly: the sink page and the recent window. Twin of `attend_dense`.
 
-One program per tile of rows and KV head, so that a few hundred rows of a few heads fill a GPU; the tiles' partials are merged by the
-tree. A kernel of its own, not a tile of `decode`: these rows are neither packed nor rotated, and their partial is merged after the
-sealed ones have been rotated back.
+One program per tile of rows and KV head, so that a few hundred rows of a few heads fill a GPU; the tiles' partials are merged
+by the tree. A kernel of its own, not a tile of `decode`: these rows are neither packed nor rotated, and their partial is
+merged after the sealed ones have been rotated back.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def attend_exact(
     m, l, o = q.new_empty(shape), q.new_empty(shape), q.new_empty(*shape, dim)
     exact[(tiles, kv_heads)](
         rows[0], rows[1], count, q.contiguous(), m, l, o, kv_heads, group, rows.stride(1), rows.stride(2),
-        D=dim, ROWS=TILE_ROWS, GROUP=max(16, triton.next_power_of_2(group)), PRECISION=chosen.precision, ASSEMBLY=chosen.assembly,
-        num_warps=chosen.exact_warps,
+        D=dim, ROWS=TILE_ROWS, GROUP=max(16, triton.next_power_of_2(group)), PRECISION=chosen.precision,
+        ASSEMBLY=chosen.assembly, num_warps=chosen.exact_warps,
     )  # fmt: skip
     return tuple(part[0] for part in halve(m, l, o, 1))

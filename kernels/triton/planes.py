@@ -1,9 +1,9 @@
 """Bit planes to tensor-core operands: packed words expand to int8 in registers, four operands per 32-bit register.
 
 A plane is words [HEIGHT][WIDTH] of the page layout: keys [D/4][P/8], values [P/4][D/8]. Bit 8 b + j of word [h][i] belongs to
-index 4 h + b of the summed dim (K of the dot: dims of a key, tokens of values) and to row i + WIDTH j (M: tokens, dims). A mask
-per j therefore yields a whole operand, without a shift for one plane: 0 or 2^e(j) per code bit, and the dot is divided by 2^e(j)
-where its scale is applied anyway.
+index 4 h + b of the summed dim (K of the dot: dims of a key, tokens of values) and to row i + WIDTH j (M: tokens, dims). A
+mask per j therefore yields a whole operand, without a shift for one plane: 0 or 2^e(j) per code bit, and the dot is divided by
+2^e(j) where its scale is applied anyway.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PLAIN, PTX = tl.constexpr(0), tl.constexpr(1)  # ASSEMBLY of the kernels: what e
 def shifted(bits: int, plane: int, j: int, exact: bool) -> tuple[int, int]:
     """(left shift of a plane's words, bit) at which mask j finds the code bit of that plane.
 
-    A code's bits end side by side below bit 7. `exact`: at the bottom of the byte, for one shift per mask. Otherwise where they give
-    code * 2^e(j): shifts differ only between the lower and the upper four masks, and one plane needs none.
+    A code's bits end side by side below bit 7. `exact`: at the bottom of the byte, for one shift per mask. Otherwise where
+    they give code * 2^e(j): shifts differ only between the lower and the upper four masks, and one plane needs none.
     """
     place = bits - 1 - plane
     if exact:
@@ -56,16 +56,13 @@ def constraints(bits: int) -> str:
 @triton.jit
 def code_bit(words, LEFT: tl.constexpr, BIT: tl.constexpr):
     """Bit BIT of bytes shifted left, with LEFT < 0 right."""
-    if LEFT > 0:
-        moved = words << LEFT
-    else:
-        moved = words >> -LEFT
-    return moved & (1 << BIT)
+    return (words << LEFT if LEFT > 0 else words >> -LEFT) & (1 << BIT)
 
 
 @triton.jit
 def expand(words, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Planes of bytes uint8 [..], sign plane first -> 8 tensors int8 [..]: mask j's operands code * 2^e(j), with EXACT e = 0."""
+    """Planes of bytes uint8 [..], sign plane first -> 8 tensors int8 [..]: mask j's operands code * 2^e(j), with EXACT e =
+    0."""
     BITS: tl.constexpr = len(words)
     if ASSEMBLY == PTX:
         parts = tl.inline_asm_elementwise(
@@ -77,7 +74,7 @@ def expand(words, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
             part = code_bit(words[0], shifted(BITS, 0, j, EXACT)[0], shifted(BITS, 0, j, EXACT)[1])
             for plane in tl.static_range(1, BITS):
                 part |= code_bit(words[plane], shifted(BITS, plane, j, EXACT)[0], shifted(BITS, plane, j, EXACT)[1])
-            parts = parts + (part.to(tl.int8, bitcast=True),)
+            parts = parts + (part.to(tl.int8, bitcast=True),)  # noqa: RUF005
     return parts
 
 
@@ -93,14 +90,15 @@ def load_planes(plane, plane_bytes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, S
             flat = tl.load(plane + tl.arange(0, HEIGHT * WIDTH * 4))
         else:
             flat = tl.load(plane + tl.arange(0, HEIGHT)[:, None] * (4 * STRIDE) + tl.arange(0, WIDTH * 4)[None, :])
-        words = words + (tl.reshape(flat, (HEIGHT, WIDTH, 4)),)
+        words = words + (tl.reshape(flat, (HEIGHT, WIDTH, 4)),)  # noqa: RUF005
         plane += plane_bytes
     return words
 
 
 @triton.jit
 def stack(parts):
-    """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, 4] -> dot operand [masks * WIDTH, HEIGHT * 4], row = i + WIDTH j."""
+    """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, 4] -> dot operand [masks * WIDTH, HEIGHT * 4], row = i + WIDTH
+    j."""
     HEIGHT: tl.constexpr = parts[0].shape[0]
     WIDTH: tl.constexpr = parts[0].shape[1]
     if len(parts) == 1:
@@ -133,7 +131,8 @@ def key_dots(words, operands, out, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def value_dots(words, weights, column_set, SETS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of `words`.
+    """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of
+    `words`.
 
     Columns of set s keep the rows of the s-th 8 / SETS masks. Zeroing weights instead, as for keys, would send each set's copy
     through shared memory.

@@ -1,7 +1,8 @@
 """Refine: the selected tokens of a granule by their full codes, added to the partial of the others.
 
-Twin of the refined half of `attend` in kernels/reference/attention.py. The tail's partial has given these tokens no weight, so nothing is
-counted twice and nothing is subtracted. A token's dot begins with that of the scan; its low bits and its values are read token by token.
+Twin of the refined half of `attend` in kernels/reference/attention.py. The tail's partial has given these tokens no weight, so
+nothing is counted twice and nothing is subtracted. A token's dot begins with that of the scan; its low bits and its values are
+read token by token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from bitkv_dist.kernels.triton.planes import expand
 
 
 @triton.jit
-def load_codes(rows, plane_bytes, PLANES: tl.constexpr, STEP: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, ASSEMBLY: tl.constexpr):
+def load_codes(
+    rows,
+    plane_bytes,
+    PLANES: tl.constexpr,
+    STEP: tl.constexpr,
+    BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
     """int8 codes [LIST, 8 WIDTH] of PLANES planes, most significant first: element WIDTH j + i is bit j of byte i.
 
     rows: addresses [LIST] of each token's BYTES bytes, STEP apart; WIDTH = BYTES rounded up to a power of two.
@@ -24,7 +33,8 @@ def load_codes(rows, plane_bytes, PLANES: tl.constexpr, STEP: tl.constexpr, BYTE
     words = ()
     for plane in tl.static_range(PLANES):
         at = rows[:, None] + (plane * plane_bytes + byte * STEP)
-        words = words + (tl.load(at, mask=None if WIDTH == BYTES else byte < BYTES, other=None if WIDTH == BYTES else 0),)
+        found = tl.load(at) if WIDTH == BYTES else tl.load(at, mask=byte < BYTES, other=0)
+        words = words + (found,)  # noqa: RUF005
     parts = expand(words, True, ASSEMBLY)
     even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
     odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
@@ -40,10 +50,11 @@ def refine(
     VALUE_PLANES: tl.constexpr, VALUE_CENTROID: tl.constexpr,
     COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds to m_out, l_out [B, slots, HK, Q, G], o_out [.., D], which hold the tail's partials, the tokens that `select` listed.
+    """Adds to m_out, l_out [B, slots, HK, Q, G], o_out [.., D], which hold the tail's partials, the tokens that `select`
+    listed.
 
-    COLS >= G columns for the heads of one list; BY_HEAD: a list per head, a program per list. KEY_SCALE, VALUE_SCALE: offsets of the
-    scales of the full codes; noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
+    COLS >= G columns for the heads of one list; BY_HEAD: a list per head, a program per list. KEY_SCALE, VALUE_SCALE: offsets
+    of the scales of the full codes; noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
     """
     PAGES: tl.constexpr = 512 // P
     BYTES: tl.constexpr = D // 8
@@ -59,6 +70,8 @@ def refine(
     q_head = source * group + list_head + column
     out_head = target * group + list_head + column
 
+    if tl.load(tokens + (target * lists + list_head) * LIST) < 0:
+        return  # nothing is listed; of a slot without a granule not even the address may be used
     index = tl.arange(0, LIST)
     token = tl.load(tokens + (target * lists + list_head) * LIST + index)
     listed = token >= 0
@@ -100,7 +113,9 @@ def refine(
     word = record + VALUE_PLANES + within // 4 * (4 * BYTES) + within % 4
     high = tl.trans(load_codes(word, P * BYTES, VALUE_SCAN_BITS, 4, BYTES, WIDTH, ASSEMBLY))
     if VALUE_LOW_BITS > 0:
-        low = load_codes(record + VALUE_LOW + within * (VALUE_LOW_BITS * BYTES), BYTES, VALUE_LOW_BITS, 1, BYTES, WIDTH, ASSEMBLY)
+        low = load_codes(
+            record + VALUE_LOW + within * (VALUE_LOW_BITS * BYTES), BYTES, VALUE_LOW_BITS, 1, BYTES, WIDTH, ASSEMBLY
+        )
         low = tl.trans(low)
         o_low = tl.zeros((8 * WIDTH, COLS), tl.float32)
     weights = tl.where(inside, p * halves(record + VALUE_SCALE, within)[:, None], 0.0)
@@ -116,7 +131,9 @@ def refine(
         if VALUE_LOW_BITS > 0:
             o_low += tl.dot(low, integers, out_dtype=tl.int32).to(tl.float32) * (2 * unit)
         mass = tl.sum(tl.where(here, p, 0.0), 0)
-        centroid = halves(records + granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID, tl.minimum(dim, D - 1))
+        centroid = halves(
+            records + granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID, tl.minimum(dim, D - 1)
+        )
         o += tl.where(mass[None, :] > 0, centroid[:, None] * mass[None, :], 0.0)
 
     if VALUE_LOW_BITS > 0:

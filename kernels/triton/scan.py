@@ -1,7 +1,7 @@
 """Scan: the exact integer dots of a group's queries with the scanned planes of all sealed keys, one program per granule.
 
-Twin of `score_integers` and `centroid_scores` in kernels/reference/scores.py. What is stored is the integer, not the score: half the
-bytes for one scanned plane, equal on every machine, and the refined tokens' full dots begin with it.
+Twin of `score_integers` and `centroid_scores` in kernels/reference/scores.py. What is stored is the integer, not the score:
+half the bytes for one scanned plane, equal on every machine, and the refined tokens' full dots begin with it.
 """
 
 from __future__ import annotations

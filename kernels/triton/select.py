@@ -1,7 +1,7 @@
 """Select: which tokens of a granule are refined, those that carry its attention by their scanned scores, without sorting.
 
-Twin of `select` in kernels/reference/selection.py: the threshold is found bit by bit over integers that order as the scores do, ties go
-to the lower position.
+Twin of `select` in kernels/reference/selection.py: the threshold is found bit by bit over integers that order as the scores
+do, ties go to the lower position.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def select(
 ):  # fmt: skip
     """The tokens to refine, one list for a group (LISTS = 1) or one per head (LISTS = GROUP); of G = `group` heads.
 
-    counts int32 [512 / P + 1]: how many tokens of a granule with so many pages. tokens int32 [B, slots, HK, Q, R, LIST]: ascending
-    positions in the granule, then -1. tops int32 [B, slots, HK, Q, G, LIST]: the listed tokens' dots; in `dots` themselves they are
-    replaced by `excluded`. The others: see `scan`; noise = 0.5 ln2 r^2 / (D a^2) of the scanned code.
+    counts int32 [512 / P + 1]: how many tokens of a granule with so many pages. tokens int32 [B, slots, HK, Q, R, LIST]:
+    ascending positions in the granule, then -1. tops int32 [B, slots, HK, Q, G, LIST]: the listed tokens' dots; in `dots`
+    themselves they are replaced by `excluded`. The others: see `scan`; noise = 0.5 ln2 r^2 / (D a^2) of the scanned code.
     """
     PAGES: tl.constexpr = 512 // P
     slot, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
@@ -94,6 +94,10 @@ def select(
     tl.store(tokens + to + place, token + tl.zeros((LISTS, 1), tl.int32), mask=listed)
     spare = tl.arange(0, LIST)[None, :]
     tl.store(tokens + to + spare, tl.full((LISTS, LIST), -1, tl.int32), mask=(spare >= count) & (row < lists))
-    taken = listed & real
-    tl.store(tops + (target * group + member) * LIST + place, found.to(tl.int32), mask=taken)
-    tl.store(dots + at, tl.full((GROUP, 512), excluded(KEY_BITS), dots.dtype.element_ty), mask=taken)
+    tl.debug_barrier()
+    place = tl.arange(0, LIST)[None, :]
+    position = tl.load(tokens + (target * lists + (0 if LISTS == 1 else member)) * LIST + place, mask=real, other=-1)
+    taken = real & (position >= 0)
+    at = (target * group + member) * 512 + position
+    tl.store(tops + (target * group + member) * LIST + place, tl.load(dots + at, mask=taken, other=0).to(tl.int32), mask=taken)
+    tl.store(dots + at, tl.full((GROUP, LIST), excluded(KEY_BITS), dots.dtype.element_ty), mask=taken)

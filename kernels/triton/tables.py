@@ -1,7 +1,7 @@
 """How each kernel is launched on each architecture: a fixed table, never a choice by timing at run time.
 
-One warp per program is what the decode kernels want: a program's softmax needs no exchange between warps, its tiles are those of one
-tensor-core instruction, and latency is hidden by many programs per multiprocessor (12 at 170 registers) and by copies to
+One warp per program is what the decode kernels want: its softmax needs no exchange between warps, its tiles are those of one
+tensor-core instruction, and latency is hidden by many programs per multiprocessor (12 at 168 registers) and by copies to
 shared memory that run ahead.
 """
 
@@ -13,33 +13,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from bitkv_dist.kernels.triton.planes import PLAIN, PTX
 
 
 @dataclass(frozen=True)
 class Config:
-    """columns: what a tensor-core tile holds at least; assembly: see planes.py; warps and pipeline stages of a program."""
+    """columns: of a tensor-core tile, at least; lanes: threads of a warp; assembly: see planes.py; stages: pages in flight;
+    precision: of products of fp32 numbers on tensor cores."""
 
     columns: int
+    lanes: int
     assembly: int
-    warps: int
     stages: int
-    precision: str  # of products of fp32 numbers on tensor cores
-    select_warps: int = 1
+    precision: str
     exact_warps: int = 4
     encode_registers: int | None = None  # at most: left alone, ptxas spills a few to fit another program on a multiprocessor
 
-    def refine_warps(self, tokens: int) -> int:
-        """Of a program that refines so many tokens."""
-        return max(4, min(8, tokens // 32))
+    def page_warps(self, dim: int, heads: int) -> int:
+        """Of a program of `decode` or `scan`: its scores and outputs fill the registers of one warp up to four heads."""
+        return max(1, max(128, triton.next_power_of_2(dim)) * heads // (16 * self.lanes))
+
+    def select_warps(self, heads: int) -> int:
+        return max(1, heads // 4)
+
+    def refine_warps(self, tokens: int, dim: int, heads: int) -> int:
+        """tokens: room for a granule's refined ones."""
+        return min(8, max(1, tokens // 32 * self.page_warps(dim, heads)))
 
 
-NVIDIA = Config(columns=8, assembly=PTX.value, warps=1, stages=3, precision="tf32x3", encode_registers=255)
-AMD = Config(columns=16, assembly=PLAIN.value, warps=1, stages=2, precision="ieee")
-INTERPRETER = Config(columns=8, assembly=PLAIN.value, warps=1, stages=1, precision="ieee")
+NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", encode_registers=255)
+AMD = Config(columns=16, lanes=64, assembly=PLAIN.value, stages=2, precision="ieee")
+INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
-ARCHITECTURES: dict[str, Config] = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD, "interpreter": INTERPRETER}
+ARCHITECTURES: dict[str, Config] = {
+    "sm_80": NVIDIA,
+    "sm_90": NVIDIA,
+    "sm_100": NVIDIA,
+    "gfx942": AMD,
+    "interpreter": INTERPRETER,
+}
 
 
 _forced: str | None = None
@@ -69,6 +83,7 @@ def architecture(device: torch.device) -> str:
         return "gfx942"
     major = torch.cuda.get_device_capability(device)[0]
     if major < 8:
-        raise ValueError(f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu")
+        raise ValueError(
+            f"device {device}: compute capability {major}.x is below 8.0, which int8 tensor cores need; use --device cpu"
+        )
     return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100")
-

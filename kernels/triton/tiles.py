@@ -1,8 +1,8 @@
 """What the columns and rows of a tile stand for.
 
-A tensor-core tile has COLS columns, a group has fewer query heads. Columns therefore count (set, head): the P tokens of a page (or
-the 8 VW rows of dims) are cut into SETS = COLS / GROUP equal parts, one set of columns each, so that no column is idle and every
-score is computed once. GROUP = heads of the group rounded up to a power of two.
+A tensor-core tile has COLS columns, a group has fewer query heads. Columns therefore count (set, head): the P tokens of a page
+(or the 8 VW rows of dims) are cut into SETS = COLS / GROUP equal parts, one set of columns each, so that no column is idle and
+every score is computed once. GROUP = heads of the group rounded up to a power of two.
 """
 
 from __future__ import annotations
