@@ -25,7 +25,8 @@ NOTHING = tl.constexpr(-1e30)  # a finite stand-in for the largest of no scores
 
 @triton.constexpr_function
 def excluded(bits: int) -> int:
-    """What stands for the dot of a refined token: below all that `scan` finds with so many planes (see `dots_dtype`)."""
+    """What stands for the dot of a refined token: below all that `scan` finds with so many planes, and inside the type it
+    stores them in."""
     return -(1 << 15) if bits == 1 else -(1 << 30)
 
 
@@ -98,7 +99,7 @@ def second_block(dim: int) -> int:
     return max(32, 1 << (rest - 1).bit_length()) if rest else 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes", "slots", "queries"])
 def decode(
     records, granules, bounds, dots, bases, codes, scale, norm2, rotated, m_out, l_out, o_out,
     lanes, slots, queries, heads, group, noise,

@@ -41,7 +41,7 @@ def load_codes(
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (rows.shape[0], 8 * WIDTH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "queries"])
 def refine(
     records, granules, bases, codes, scale, norm2, tokens, tops, m_out, l_out, o_out, slots, queries, heads, group, noise,
     D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr,

@@ -15,7 +15,7 @@ from bitkv_dist.kernels.triton.planes import unscale
 from bitkv_dist.kernels.triton.tiles import by_head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "queries"])
 def scan(
     records, granules, bounds, dots, bases, codes, rotated, slots, queries, heads, group,
     D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr,

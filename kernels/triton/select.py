@@ -37,7 +37,7 @@ def threshold(keys, count):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "queries"])
 def select(
     records, granules, bounds, dots, bases, scale, norm2, counts, tokens, tops, slots, queries, heads, group, noise,
     P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_SCAN: tl.constexpr,
