@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import simulated
 import tiny
 import torch
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model as models
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
@@ -398,6 +400,33 @@ def test_what_the_report_promises(snapshot):
     for other in ({"tp": 2}, {"device": "NVIDIA H200"}, {"kernel": "reference"}, {"torch": "9"}):
         assert manifest.promise(here | other) == "identical while the logit margin exceeds 1e-3"
     assert "identical" not in manifest.promise(here | {"dtype": "bfloat16"})
+    half = replace(manifest, computed=here | {"dtype": "bfloat16"})
+    assert half.promise(half.computed) == "bit-identical"
+    assert half.promise(half.computed | {"tp": 2}) == "the same sealed bytes; 16-bit rounding moves logits by more than 1e-3"
+
+
+def test_a_bfloat16_checkpoint_loads_in_either_dtype(model, tmp_path):
+    """Its weights have one fingerprint in float32 and bfloat16; the sealed bytes are those of the run that saved."""
+    half = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+
+    def run(mesh, dtype, cache, first):
+        served = models.load(str(tmp_path / "half"), dtype=dtype, device=torch.device("cpu"))
+        engine = Engine(served, CACHES[cache], mesh, GenerateConfig(max_new_tokens=NEW))
+        if first:
+            engine.generate(PROMPTS, on_filled=lambda logits: save(engine, tmp_path / cache, logits))
+            return engine.cache_digest()
+        start = load(engine, tmp_path / cache, Manifest.read(tmp_path / cache), PROMPTS)
+        found = engine.cache_digest(), start.promise
+        engine.generate(PROMPTS, fill=start.fill)
+        return found
+
+    (digest,) = simulated.run(1, run, torch.float32, "4bit", True)
+    for dtype, promise in ((torch.float32, manifests.IDENTICAL), (torch.bfloat16, manifests.BYTES)):
+        assert simulated.run(2, run, dtype, "4bit", False) == [(digest, promise)] * 2
+    simulated.run(1, run, torch.float32, "exact", True)
+    with pytest.raises(ValueError, match="codec exact keeps pages in the model's dtype, float32; use --dtype float32"):
+        simulated.run(1, run, torch.bfloat16, "exact", False)
 
 
 def test_another_kernel_is_within_the_promise(model, tmp_path):

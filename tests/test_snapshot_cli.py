@@ -59,9 +59,10 @@ def test_saved_and_repeated(run, tmp_path):
 
 
 def test_saved_at_the_end_and_gone_on(run, tmp_path):
-    whole = run("--prompt", TEXT, "--prompt", "short", "--max-new-tokens", "20")["token_ids"]
-    first = run("--prompt", TEXT, "--prompt", "short", "--save-cache", tmp_path / "s", "--save-cache-at", "end")
-    more = ("--max-new-tokens", "6", "--load-cache", tmp_path / "s", "--save-cache", tmp_path / "s", "--save-cache-at", "end")
+    save = ("--ignore-eos", "--save-cache", tmp_path / "s", "--save-cache-at", "end")
+    whole = run("--prompt", TEXT, "--prompt", "short", "--max-new-tokens", "20", "--ignore-eos")["token_ids"]
+    first = run("--prompt", TEXT, "--prompt", "short", *save)
+    more = ("--max-new-tokens", "6", "--load-cache", tmp_path / "s", *save)
     parts = [first, run(*more), run(*more)]  # each replaces the snapshot that it has loaded
     assert [[token for part in parts for token in part["token_ids"][i]] for i in range(2)] == whole
     assert parts[2]["prompt_tokens"] == [265 + 14, 5 + 14] and parts[2]["snapshot"]["prefilled_tokens"] == 0

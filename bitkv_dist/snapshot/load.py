@@ -43,7 +43,8 @@ class Loaded:
         prompts have beyond the snapshot; without prompts those of the sequences that have not ended."""
         engine = self._engine
         if self._logits is None and self._prompts is None:
-            return engine.step([sequence for sequence in range(len(self._sources)) if sequence not in engine.ended])
+            live = [sequence for sequence in range(len(self._sources)) if sequence not in engine.ended]
+            return engine.step(live) if live else torch.empty(0, 0)
         saved = None if self._logits is None else self._logits[self._sources].to(engine.model.device)
         if not self.prefilled_tokens:
             return saved
@@ -73,7 +74,7 @@ def load(engine: Engine, folder: Path, manifest: Manifest, prompts: list[list[in
                 reader.check(range(*layers), found)
             reader.restore()
             progress("loading the cache", done, len(ranges))
-        logits = jointly(engine.mesh, what, reader.read_logits)[engine.mesh.world.rank]
+        jointly(engine.mesh, what, reader.read_logits)
     except BaseException:
         engine.cache = None
         raise
@@ -82,7 +83,7 @@ def load(engine: Engine, folder: Path, manifest: Manifest, prompts: list[list[in
         engine.pending = [list(sequence.pending) for sequence in saved]
         stopped = ((index, sequence.stopped(model.max_positions)) for index, sequence in enumerate(saved))
         engine.ended = {index: reason for index, reason in stopped if reason}
-    loaded = Loaded(engine, manifest, prompts, sources, logits)
+    loaded = Loaded(engine, manifest, prompts, sources, reader.logits)
     if not loaded.prefilled_tokens:
         engine.sampler.resume(manifest.sampling_seed, [(sequence.prompt_tokens, sequence.draws) for sequence in saved])
     return loaded
@@ -96,6 +97,7 @@ class _Reader:
         first = engine.heads.first_kv_head
         self.heads = range(first, first + engine.heads.kv_heads)
         self.waiting: list[tuple[SequenceState, int, dict[str, torch.Tensor]]] = []
+        self.logits: torch.Tensor | None = None  # fp32 [saved sequences, vocabulary]
 
     def read(self, layers: range) -> tuple[np.ndarray, np.ndarray]:
         """Fill the sealed pages of some layers. Returns the digests uint64 [layers, sequences] of this rank's pages, and those
@@ -171,16 +173,16 @@ class _Reader:
             parts.restore(state, length, kept)
         self.waiting = []
 
-    def read_logits(self) -> torch.Tensor | None:
-        """fp32 [saved sequences, vocabulary], None where they were not saved."""
+    def read_logits(self) -> None:
+        """Fill `logits`, where they were saved."""
         if self.manifest.logits is None:
-            return None
+            return
         (file,) = (file for file in self.manifest.files if file.name == LOGITS_FILE)
         with self.open(file, range(1)) as part:
             content = {parts.LOGITS: part.tensor(parts.LOGITS).clone()}
         if f"{parts.digest_kept(content, 0):016x}" != self.manifest.logits:
             raise ValueError(f"{file.name} was changed after it was written; save it again")
-        return content[parts.LOGITS].squeeze(1)
+        self.logits = content[parts.LOGITS].squeeze(1)
 
     def files_of(self, layers: range) -> list[TensorFile]:
         """The files with these layers and some of this rank's heads."""
