@@ -51,7 +51,9 @@ def _show_network(console: Console, network: dict) -> None:
     pairs = network["pairs"]
     if not pairs:
         return
-    table = Table(title=f"links, {network['exchange_bytes']:,} bytes one way and bulk; the slowest first")
+    shown = f"the slowest {SHOWN_ROWS} of {len(pairs)}" if len(pairs) > SHOWN_ROWS else "the slowest first"
+    console.print(f"links: microseconds one way for the {network['exchange_bytes']:,} bytes of a layer's exchange; {shown}")
+    table = Table()
     for heading in ("ranks", "latency us", "GB/s"):
         table.add_column(heading)
     for row in sorted(pairs, key=lambda row: -row["latency_us"])[:SHOWN_ROWS]:
