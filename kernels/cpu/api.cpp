@@ -178,7 +178,7 @@ int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* se
     for (int64_t slab = 0; slab < seen->slabs; first += seen->slab_granules[slab++])
         refined += bitkv_attend(layout, &queries, refine, seen->records[slab], seen->slab_granules[slab], seen->page_valid + first * layout->pages,
                                 &m[first * rows], &l[first * rows], &o[first * rows * dim], threads);
-    bitkv_tree(seen->granules, seen->index, rows, dim, m.data(), l.data(), o.data(), seen->width, seen->nodes, node_m, node_l, node_o);
+    bitkv_tree(seen->granules, seen->index, rows, dim, m.data(), l.data(), o.data(), seen->width, seen->nodes, node_m, node_l, node_o, threads);
     return refined;
 }
 
