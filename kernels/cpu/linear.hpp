@@ -57,7 +57,7 @@ inline float dot(const Weight* w, const float* x, int64_t n) {
     float single[SUMS], folded[16];
     std::memcpy(single, sum, sizeof single);
     for (int j = 0; j < 16; ++j) folded[j] = (single[j] + single[j + 32]) + (single[j + 16] + single[j + 48]);
-    return fold16(folded);
+    return fold16(load16(folded));
 }
 
 template <class Weight>

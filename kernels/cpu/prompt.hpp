@@ -134,7 +134,7 @@ inline void attend_prompt(int64_t dim, int64_t n, int64_t total, float scale, co
         }
     }
     for (int64_t r = 0; r < last - first; ++r) {
-        const float all = fold16(&mass[r * 16]);
+        const float all = fold16(load16(&mass[r * 16]));
         for (int64_t d = 0; d < dim; ++d) out[(first + r) * dim + d] = sums[r * width + d] / all;
     }
 }
