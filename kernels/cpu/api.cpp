@@ -121,18 +121,19 @@ void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t di
                 int64_t width, int64_t nodes, float* m, float* l, float* o, int64_t threads) {
     const Kernels& run = kernels();
     std::fill_n(m, width * rows, -INFINITY);
-    Pool::instance().run(rows, threads, [&](int64_t row) {
+    const int64_t parts = std::max<int64_t>(1, std::min(threads, rows));
+    Pool::instance().run(parts, threads, [&](int64_t part) {
+        const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
         auto merge = [&](int64_t lane, const float* m2, const float* l2, const float* o2, int64_t other) {
-            const int64_t to = lane * rows + row, from = other * rows + row;
-            run.merge(1, dim, m + to, l + to, o + to * dim, m2 + from, l2 + from, o2 + from * dim);
+            const int64_t to = lane * rows + first, from = other * rows + first;
+            run.merge(count, dim, m + to, l + to, o + to * dim, m2 + from, l2 + from, o2 + from * dim);
         };
         for (int64_t g = 0; g < granules; ++g) merge(index[g] % width, m_in, l_in, o_in, g);
         for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
             for (int64_t lane = 0; lane < stride; ++lane) merge(lane, m, l, o, lane + stride);
-        for (int64_t lane = 0; lane < nodes; ++lane) {  // what nothing was merged into
-            const int64_t to = lane * rows + row;
-            if (m[to] == -INFINITY) l[to] = 0.0f, std::memset(o + to * dim, 0, dim * sizeof(float));
-        }
+        for (int64_t lane = 0; lane < nodes; ++lane)  // what nothing was merged into
+            for (int64_t row = lane * rows + first; row < lane * rows + first + count; ++row)
+                if (m[row] == -INFINITY) l[row] = 0.0f, std::memset(o + row * dim, 0, dim * sizeof(float));
     });
 }
 
