@@ -37,7 +37,11 @@ def disagreements(mesh):
     except RuntimeError as error:
         refusal = str(error)
     found = {"seed": seed.mismatches, "flip": flip.mismatches, "model": other.mismatches, "kernels": kernels.mismatches}
-    return digest, {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()}, (isa, refusal)
+    return (
+        digest,
+        {what: [(m.rank, m.layer, m.cause) for m in mismatches] for what, mismatches in found.items()},
+        (isa, refusal),
+    )
 
 
 def test_who_differs_where_and_why():

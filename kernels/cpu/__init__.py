@@ -27,7 +27,9 @@ class Layout(ctypes.Structure):
 
 
 class _Queries(ctypes.Structure):
-    _fields_ = [("count", ctypes.c_int64), ("group", ctypes.c_int64)] + [(name, ctypes.c_void_p) for name in ("codes", "scale", "norm2", "rotated")]
+    _fields_ = [("count", ctypes.c_int64), ("group", ctypes.c_int64)] + [
+        (name, ctypes.c_void_p) for name in ("codes", "scale", "norm2", "rotated")
+    ]
 
 
 class Refinement(ctypes.Structure):
@@ -56,7 +58,9 @@ def load() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(file)
     library.bitkv_choose.restype = ctypes.c_char_p
-    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = library.bitkv_attend_prompt.restype = ctypes.c_int64
+    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = (
+        library.bitkv_attend_prompt.restype
+    ) = ctypes.c_int64
     return library
 
 
@@ -82,7 +86,9 @@ def _sizes(*numbers: int) -> list[ctypes.c_int64]:
     return [ctypes.c_int64(number) for number in numbers]
 
 
-def encode(layout: Layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor, unbiased: bool) -> torch.Tensor:
+def encode(
+    layout: Layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, value_signs: torch.Tensor, unbiased: bool
+) -> torch.Tensor:
     """k, v fp32 [pages, HK, P, D] -> records uint8 [pages, HK, record_bytes], the bytes of the reference."""
     k, v = k.float().contiguous(), v.float().contiguous()
     records = torch.zeros(*k.shape[:2], layout.record_bytes, dtype=torch.uint8)
@@ -94,12 +100,18 @@ def encode(layout: Layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Te
 def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
     """q fp32 [HK, Q, G, D] in base 2, signs [HK, D]."""
     q = q.contiguous()
-    query = Query(torch.empty(q.shape, dtype=torch.int8), torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape))
-    load().bitkv_quantize_query(*_sizes(len(q), q.shape[1] * q.shape[2], q.shape[3]), _pointer(q), _pointer(signs), *map(_pointer, query))
+    query = Query(
+        torch.empty(q.shape, dtype=torch.int8), torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape)
+    )
+    load().bitkv_quantize_query(
+        *_sizes(len(q), q.shape[1] * q.shape[2], q.shape[3]), _pointer(q), _pointer(signs), *map(_pointer, query)
+    )
     return query
 
 
-def attend(layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+def attend(
+    layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """records uint8 [n, pages, HK, record_bytes] contiguous, page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D] and the
     number of refined tokens, counted once per KV head and query."""
     shape = (len(records), *query.scale.shape)
@@ -111,12 +123,24 @@ def attend(layout: Layout, query: Query, records: torch.Tensor, page_valid: torc
     return m, l, o, refined
 
 
-def tree(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor, width: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tree(
+    m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor, width: int, nodes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partials of granules m, l [n, ...], o [n, ..., D] with ascending int64 indices -> those of the first `nodes` tree nodes."""
     m, l, o, index = (t.contiguous() for t in (m, l, o, index))
     rows, dim = math.prod(m.shape[1:]), o.shape[-1]
     lanes = torch.empty(width, *m.shape[1:]), torch.empty(width, *m.shape[1:]), torch.empty(width, *o.shape[1:])
-    load().bitkv_tree(*_sizes(len(index)), _pointer(index), *_sizes(rows, dim), _pointer(m), _pointer(l), _pointer(o), *_sizes(width, nodes), *map(_pointer, lanes), *_sizes(torch.get_num_threads()))
+    load().bitkv_tree(
+        *_sizes(len(index)),
+        _pointer(index),
+        *_sizes(rows, dim),
+        _pointer(m),
+        _pointer(l),
+        _pointer(o),
+        *_sizes(width, nodes),
+        *map(_pointer, lanes),
+        *_sizes(torch.get_num_threads()),
+    )
     return lanes[0][:nodes], lanes[1][:nodes], lanes[2][:nodes]
 
 
