@@ -15,6 +15,9 @@ from bitkv_dist.kernels.cpu.step import View, finish
 from bitkv_dist.partial import Partial
 
 
+MOST_DIM = 512  # the C++ kernels keep the sums of a query in tables of this size
+
+
 class PlanesCodecCpu(PlanesCodec):
     """Encoding is byte for byte that of the reference. Rules that the compiled attention does not know are left to the
     reference."""
@@ -23,6 +26,8 @@ class PlanesCodecCpu(PlanesCodec):
         super().__init__(config, heads, layer)
         self.kernels = dispatch.native(heads.device)
         self.unserved = unserved_rule(config)
+        if heads.head_dim > MOST_DIM:
+            self.unserved = f"head_dim {heads.head_dim}"
         self.native_layout = native_layout(self)
         rule, noise = config.refine, 0.5 * math.log(2)
         self.refinement = cpu.Refinement(
