@@ -23,7 +23,7 @@ from unittest import mock
 from filelock import FileLock
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, modeling_gguf_pytorch_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -123,8 +123,11 @@ def stored_in_bfloat16(place: Path | str) -> bool:
 
 
 def _only_bfloat16(file: str) -> bool:
-    with safe_open(file, "pt") as opened:
-        return all(opened.get_slice(name).get_dtype() == "BF16" for name in opened.keys())  # noqa: SIM118 (not a dict)
+    try:
+        with safe_open(file, "pt") as opened:
+            return all(opened.get_slice(name).get_dtype() == "BF16" for name in opened.keys())  # noqa: SIM118 (not a dict)
+    except SafetensorError:
+        return False  # loading it will say what is wrong
 
 
 def read_tokenizer(place: Path | str):
