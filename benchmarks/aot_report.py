@@ -150,10 +150,16 @@ def elements_of(kernel: str, shape: Shape) -> int | None:
     return {"decode": 2 * page, "scan": page, "tail": page, "refine": 2 * refined * shape.dim}.get(kernel)
 
 
+def programs_of(kernel: str, arch: str, shape: Shape) -> int:
+    """How many programs read the same elements, each for some of the query heads."""
+    heads = language.next_power_of_2(shape.group)
+    return max(1, heads // tables.ARCHITECTURES[arch].heads_at_once(shape.dim)) if kernel in ("decode", "tail") else 1
+
+
 def row_of(code: Code, kernel: str, shape: Shape) -> dict:
     body = code.main_loop() or code.instructions
     elements = elements_of(kernel, shape)
-    per_element = code.threads * len(body) / elements if elements else None
+    per_element = code.threads * len(body) * programs_of(kernel, code.arch, shape) / elements if elements else None
     widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [
         max((bits for _, bits in code.loads), default=0)
     ]

@@ -99,7 +99,8 @@ def launch_decode(
     shape = (batch, table.lanes, heads, queries, group)
     m, l, o = query.scale.new_empty(shape), query.scale.new_empty(shape), query.scale.new_empty(*shape, dim)
     padded = group_size(query, chosen)
-    decode[(table.lanes, heads, batch * queries)](
+    at_once = min(padded, chosen.heads_at_once(dim))
+    decode[(table.lanes * padded // at_once, heads, batch * queries)](
         table.base, table.offsets, table.bounds, *(scanned or (query.codes, query.scale)), *query, m, l, o,
         table.lanes, table.offsets.shape[1], queries, heads, group, noise,
         D=dim, P=layout.tokens, RECORD=layout.record_bytes,
@@ -107,8 +108,8 @@ def launch_decode(
         KEY_PLANES=layout.planes[KEYS], VALUE_PLANES=layout.planes[VALUES],
         KEY_SCAN=layout.scan[KEYS], VALUE_SCAN=layout.scan[VALUES],
         KEY_CENTROID=layout.centroid[KEYS], VALUE_CENTROID=layout.centroid[VALUES],
-        GROUP=padded, COLS=max(chosen.columns, padded), SCANNED=scanned is not None, ASSEMBLY=chosen.assembly,
-        num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
+        GROUP=at_once, PARTS=padded // at_once, COLS=max(chosen.columns, at_once), SCANNED=scanned is not None,
+        ASSEMBLY=chosen.assembly, num_warps=1, num_stages=chosen.stages, **chosen.registers(),
     )  # fmt: skip
     return m, l, o
 
@@ -136,7 +137,7 @@ def attend_tiered(
     scan_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.codes, query.rotated, *sizes, **record,
         D=dim, KEY_BITS=layout.scan_bits[KEYS], KEY_PLANES=layout.planes[KEYS], KEY_CENTROID=layout.centroid[KEYS],
-        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=chosen.page_warps(dim, padded), num_stages=chosen.stages,
+        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=1, num_stages=chosen.stages,
     )  # fmt: skip
     select_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,

@@ -38,14 +38,14 @@ def level_unit(BITS: tl.constexpr):
 
 
 @triton.jit
-def load_query(codes, query, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
-    """Dims start .. start + DIMS - 1 of a group's int8 query codes [G, D], 0 beyond D: SETS operands [DIMS, COLS] of
-    `key_dots`."""
+def load_query(codes, first, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
+    """Dims start .. start + DIMS - 1 of `group` rows of int8 query codes [.., D] from row `first` on, 0 beyond D and the rows:
+    SETS operands [DIMS, COLS] of `key_dots`."""
     column = tl.arange(0, SETS * GROUP)
     head = column % GROUP
     dim = start + tl.arange(0, DIMS)
     inside = (head < group)[None, :] & (dim < D)[:, None]
-    found = tl.load(codes + (query * group + head[None, :]) * D + dim[:, None], mask=inside, other=0)
+    found = tl.load(codes + (first + head[None, :]) * D + dim[:, None], mask=inside, other=0)
     operands = ()
     for s in tl.static_range(SETS):
         operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)  # noqa: RUF005
@@ -88,14 +88,15 @@ def centroid_score(centroid, q_rotated, D: tl.constexpr):
 
 @triton.constexpr_function
 def first_block(dim: int) -> int:
-    """The largest power of two that is not above `dim`, but at least 32, the tensor core's step."""
-    return max(32, 1 << (dim.bit_length() - 1))
+    """The largest power of two that is not above `dim`, but at least 32, the tensor core's step, and at most 128: operands of
+    more dims at once would not fit into the registers."""
+    return min(128, max(32, 1 << (dim.bit_length() - 1)))
 
 
 @triton.constexpr_function
 def second_block(dim: int) -> int:
     """The rest of `dim`, as a power of two of at least 32; 0 where there is none."""
-    rest = max(0, dim - max(32, 1 << (dim.bit_length() - 1)))
+    rest = max(0, dim - min(128, max(32, 1 << (dim.bit_length() - 1))))
     return max(32, 1 << (rest - 1).bit_length()) if rest else 0
 
 
@@ -106,7 +107,7 @@ def decode(
     D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     KEY_PLANES: tl.constexpr, VALUE_PLANES: tl.constexpr, KEY_SCAN: tl.constexpr, VALUE_SCAN: tl.constexpr,
     KEY_CENTROID: tl.constexpr, VALUE_CENTROID: tl.constexpr,
-    GROUP: tl.constexpr, COLS: tl.constexpr, SCANNED: tl.constexpr, ASSEMBLY: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, SCANNED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Partials m, l fp32 [B, lanes, HK, Q, G], o fp32 [B, lanes, HK, Q, G, D] of the sealed pages of each lane.
 
@@ -115,31 +116,35 @@ def decode(
     lane attends to, counted in its granules. codes int8 and rotated fp32 [B, HK, Q, G, D], scale, norm2 fp32 [B, HK, Q, G]: as
     of `quantize_query`. KEY_PLANES ..: byte offsets of a record's fields. With SCANNED each lane is one granule, and dots and
     bases stand for its keys: what `scan` found and `select` has not excluded. Without, they are not looked at.
+    PARTS programs side by side share a lane and serve GROUP heads each: more would not fit into the registers of a warp.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
     WIDTH: tl.constexpr = triton.next_power_of_2(D // 8)
     DIMS: tl.constexpr = 8 * WIDTH // SETS
     ONES: tl.constexpr = 16 if DIMS >= 16 else DIMS
-    lane, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
-    source = (batch * heads + head) * queries + query
-    target = ((batch * lanes + lane).to(tl.int64) * heads + head) * queries + query
+    lane, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    head, batch, query = tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
+    # The rows of the first query head that this program serves, and how many it serves.
+    source = ((batch * heads + head) * queries + query) * group + part * GROUP
+    target = (((batch * lanes + lane).to(tl.int64) * heads + head) * queries + query) * group + part * GROUP
+    count = group - part * GROUP
     member = tl.arange(0, GROUP)
-    real = member < group
+    real = member < count
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    operands = load_query(codes, source, group, 0, D, first_block(D), SETS, GROUP)
+    operands = load_query(codes, source, count, 0, D, first_block(D), SETS, GROUP)
     rest = ()
     if second_block(D) > 0:
-        rest = load_query(codes, source, group, first_block(D), D, second_block(D), SETS, GROUP)
+        rest = load_query(codes, source, count, first_block(D), D, second_block(D), SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
-    at = (source * group + member[None, :]) * D + dim[:, None]
+    at = (source + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]
     q_rotated = tl.load(rotated + at, mask=inside, other=0.0)
     code_sum = tl.sum(tl.load(codes + at, mask=inside, other=0).to(tl.int32), 0).to(tl.float32)
-    q_scale = tl.load(scale + source * group + member, mask=real, other=0.0) * level_unit(KEY_BITS)
-    q_noise = by_head(tl.load(norm2 + source * group + member, mask=real, other=0.0) * noise, SETS)
+    q_scale = tl.load(scale + source + member, mask=real, other=0.0) * level_unit(KEY_BITS)
+    q_noise = by_head(tl.load(norm2 + source + member, mask=real, other=0.0) * noise, SETS)
     if SCANNED:
         q_factor = by_head(q_scale, SETS)
         q_offset = tl.zeros((1, COLS), tl.float32)
@@ -161,7 +166,7 @@ def decode(
 
         if SCANNED:
             token = tl.arange(0, P // SETS)[:, None] + P // SETS * column_set + turn % PAGES * P
-            sums = tl.load(dots + (target * group + column_head) * 512 + token, mask=column_head < group, other=0).to(tl.int32)
+            sums = tl.load(dots + (target + column_head) * 512 + token, mask=column_head < count, other=0).to(tl.int32)
             sums = in_tile(sums)
         else:
             sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
@@ -177,7 +182,7 @@ def decode(
             peak = tl.maximum(peak, NOTHING)
 
         if SCANNED:
-            level = peak + tl.load(bases + (target * group + member) * PAGES + turn % PAGES, mask=real, other=0.0)
+            level = peak + tl.load(bases + (target + member) * PAGES + turn % PAGES, mask=real, other=0.0)
         else:
             level = peak + centroid_score(page + KEY_CENTROID, q_rotated, D)
         base = tl.maximum(m, level)
@@ -196,8 +201,8 @@ def decode(
         o = by_row(centroid, SETS, GROUP) * by_head(mass, SETS) + o
         o = sums.to(tl.float32) * (value_factor * by_head(lift, SETS)) + o
 
-    tl.store(m_out + target * group + member, m, mask=real)
-    tl.store(l_out + target * group + member, l, mask=real)
+    tl.store(m_out + target + member, m, mask=real)
+    tl.store(l_out + target + member, l, mask=real)
     row = tl.arange(0, DIMS)[:, None] + DIMS * column_set
-    at = (target * group + column_head) * D + row // WIDTH * (D // 8) + row % WIDTH
-    tl.store(o_out + at, o, mask=(row % WIDTH < D // 8) & (column_head < group))
+    at = (target + column_head) * D + row // WIDTH * (D // 8) + row % WIDTH
+    tl.store(o_out + at, o, mask=(row % WIDTH < D // 8) & (column_head < count))

@@ -176,8 +176,7 @@ def encode(layout, k: torch.Tensor, v: torch.Tensor, key_signs: torch.Tensor, va
     [pages, HK, record_bytes], the bytes of the reference. unbiased: the keys' scan scale is <z, z> / <z, level>."""
     pages, kv_heads, tokens, dim = k.shape
     records = torch.zeros(pages, kv_heads, layout.record_bytes, dtype=torch.uint8, device=k.device)
-    rotation, registers = rotation_of(dim), config(k.device).encode_registers
-    options = {} if registers is None else {"maxnreg": registers}
+    rotation, options = rotation_of(dim), config(k.device).registers()
     tile = max(8, min(tokens, TILE_ELEMENTS // rotation.WIDE))
     for side, (x, signs) in enumerate(((k, key_signs), (v, value_signs))):
         if pages:

@@ -36,5 +36,6 @@ def round_weight(x):
 
 @triton.jit
 def halves(pointer, index, mask=None):
-    """fp32 of the fp16 numbers at a byte address."""
-    return tl.load(pointer.to(tl.pointer_type(tl.float16)) + index, mask=mask).to(tl.float32)
+    """fp32 of the fp16 numbers at a byte address, 0 outside `mask`."""
+    at = pointer.to(tl.pointer_type(tl.float16)) + index
+    return (tl.load(at) if mask is None else tl.load(at, mask=mask, other=0.0)).to(tl.float32)

@@ -77,8 +77,8 @@ def refine(
     listed = token >= 0
     token = tl.where(listed, token, 0)
     page, within = token // P, token % P
-    granule = tl.load(granules + batch.to(tl.int64) * slots + slot)
-    record = records + granule + (page * heads + head).to(tl.int64) * RECORD
+    granule = records + tl.multiple_of(tl.load(granules + batch.to(tl.int64) * slots + slot), 16)
+    record = granule + (page * heads + head).to(tl.int64) * RECORD
     inside = listed[:, None] & real[None, :]
 
     # Scores
@@ -120,21 +120,21 @@ def refine(
         o_low = tl.zeros((8 * WIDTH, COLS), tl.float32)
     weights = tl.where(inside, p * halves(record + VALUE_SCALE, within)[:, None], 0.0)
     for turn in tl.static_range(PAGES):
-        here = (page == turn)[:, None]
-        own = tl.where(here, weights, 0.0)
+        here = listed & (page == turn)
+        own = tl.where(here[:, None], weights, 0.0)
         peak = tl.max(own, 0)
-        integers = round_weight(127.0 * own / tl.where(peak == 0, 1.0, peak)[None, :])
+        integers = round_weight(own * (127.0 / tl.where(peak == 0, 1.0, peak))[None, :])
         unit = (peak * (level_unit(VALUE_BITS) / 127))[None, :]
         total = ((1 << VALUE_BITS) - 1) * tl.sum(integers.to(tl.int32), 0)[None, :]
         sums = tl.dot(high, integers, out_dtype=tl.int32)
         o += ((sums << (VALUE_LOW_BITS + 1)) - total).to(tl.float32) * unit
         if VALUE_LOW_BITS > 0:
             o_low += tl.dot(low, integers, out_dtype=tl.int32).to(tl.float32) * (2 * unit)
-        mass = tl.sum(tl.where(here, p, 0.0), 0)
-        centroid = halves(
-            records + granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID, tl.minimum(dim, D - 1)
-        )
-        o += tl.where(mass[None, :] > 0, centroid[:, None] * mass[None, :], 0.0)
+        mass = tl.sum(tl.where(here[:, None], p, 0.0), 0)
+        # Where nothing is listed the page may not be sealed, and its centroid may be anything.
+        used = tl.where(place % WIDTH < BYTES, tl.sum(here.to(tl.int32), 0), 0) > 0
+        at = granule + (turn * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID
+        o += halves(at, dim, used)[:, None] * mass[None, :]
 
     if VALUE_LOW_BITS > 0:
         # The low planes' dims stand in another order: bit by bit of the bytes.

@@ -37,10 +37,10 @@ def scan(
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    operands = load_query(codes, source, group, 0, D, first_block(D), SETS, GROUP)
+    operands = load_query(codes, source * group, group, 0, D, first_block(D), SETS, GROUP)
     rest = ()
     if second_block(D) > 0:
-        rest = load_query(codes, source, group, first_block(D), D, second_block(D), SETS, GROUP)
+        rest = load_query(codes, source * group, group, first_block(D), D, second_block(D), SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source * group + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]

@@ -28,22 +28,27 @@ class Config:
     assembly: int
     stages: int
     precision: str
+    most_registers: int | None = None
     exact_warps: int = 4
-    encode_registers: int | None = None  # at most: left alone, ptxas spills a few to fit another program on a multiprocessor
 
-    def page_warps(self, dim: int, heads: int) -> int:
-        """Of a program of `decode` or `scan`: its scores and outputs fill the registers of one warp up to four heads."""
-        return max(1, max(128, triton.next_power_of_2(dim)) * heads // (16 * self.lanes))
+    def heads_at_once(self, dim: int) -> int:
+        """Query heads of a program of `decode`: their scores and outputs fill the registers of one warp."""
+        return self.lanes // 8 if dim <= 128 else self.lanes // 16
+
+    def registers(self) -> dict[str, int]:
+        """The launch option that gives a program what it asks for: left alone, the compiler spills a few of them to fit one more
+        program beside it."""
+        return {} if self.most_registers is None else {"maxnreg": self.most_registers}
 
     def select_warps(self, heads: int) -> int:
         return max(1, heads // 4)
 
     def refine_warps(self, tokens: int, dim: int, heads: int) -> int:
         """tokens: room for a granule's refined ones."""
-        return min(8, max(1, tokens // 32 * self.page_warps(dim, heads)))
+        return min(8, max(1, tokens // 32 * max(128, triton.next_power_of_2(dim)) * heads // (16 * self.lanes)))
 
 
-NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", encode_registers=255)
+NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
 AMD = Config(columns=16, lanes=64, assembly=PLAIN.value, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
