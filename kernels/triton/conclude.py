@@ -13,7 +13,7 @@ ROWS = 4  # queries of a program
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def conclude_rows(m, l, o, m2, l2, o2, signs, table, out, heads, count, DIM: tl.constexpr, WIDE: tl.constexpr,
                   SIZE: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Program (head, block of rows): out [HK, count, D] = the attention to both sets; o is still in the rotated space."""

@@ -33,7 +33,7 @@ def merge(m, l, o, m2, l2, o2):
     return peak, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def fill_lanes(index, count, m, l, o, lane_m, lane_l, lane_o, width, rows, DIM: tl.constexpr, WIDE: tl.constexpr,
                ROWS: tl.constexpr, INDICES: tl.constexpr):  # fmt: skip
     """Program (lane, block of rows): the granules whose index is `lane` modulo `width`, in token order, into one partial."""

@@ -27,7 +27,7 @@ class Query(NamedTuple):
     rotated: torch.Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def quantize_rows(q, signs, table, codes, scale, norm2, rotated, heads, count, DIM: tl.constexpr, WIDE: tl.constexpr,
                   SIZE: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Program (group, block of rows): queries of q [B * HK, count, D] in base 2, as `Query` holds them."""
