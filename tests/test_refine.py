@@ -443,10 +443,9 @@ def runs(mesh, folder: str) -> dict[str, tuple]:
     """Everything that must not depend on the number of ranks, for each rule: token ids, all logits, factors, refined tokens,
     mass."""
     served = model.load(folder, dtype=None, device=torch.device("cpu"))
-    logits, head = [], served.head
-    step = served.step
+    logits, head, step = [], served.head, served.step
     served.head = lambda hidden: logits.append(head(hidden)) or logits[-1]
-    served.step = lambda *given: logits.append(step(*given)) or logits[-1]
+    served.step = lambda *args: logits.append(step(*args)) or logits[-1]
     found = {}
     for name, prefill in [*((name, "exact") for name in RULES), *((name, "packed") for name in PACKED)]:
         logits.clear()
