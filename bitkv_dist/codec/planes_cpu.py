@@ -14,7 +14,6 @@ from bitkv_dist.kernels import cpu, dispatch, reference
 from bitkv_dist.kernels.cpu.step import View, finish
 from bitkv_dist.partial import Partial
 
-
 MOST_DIM = 512  # the C++ kernels keep the sums of a query in tables of this size
 
 
