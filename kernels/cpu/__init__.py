@@ -1,7 +1,8 @@
 """CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
 The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 with VNNI and
-VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, when there is no library.
+VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, where there is no
+library.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Queries(ctypes.Structure):
 
 
 class Refinement(ctypes.Structure):
-    """How tokens are chosen for refinement, and the noise factors 0.5 ln2 r^2 / (D a^2) of the scanned and the full key code."""
+    """How tokens are chosen for refinement; noise factors 0.5 ln2 r^2 / (D a^2) of the scanned and the full key code."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("enabled", "group", "min_tokens")] + [
         ("share", ctypes.c_double), ("scan_noise", ctypes.c_float), ("full_noise", ctypes.c_float)
@@ -70,7 +71,7 @@ def reason() -> str:
 
 
 def choose(isa: str | None = None) -> str:
-    """Select an instruction set by name (None = the best of this machine) and return its name; ValueError if it is not there."""
+    """Select an instruction set by name (None = the best of this machine), return its name; ValueError if it is not there."""
     name = load().bitkv_choose(ctypes.c_int64(-1 if isa is None else ISAS[isa]))
     if name is None:
         there = ", ".join(name for name in ISAS if load().bitkv_supports(ctypes.c_int64(ISAS[name])))
@@ -92,8 +93,10 @@ def encode(
     """k, v fp32 [pages, HK, P, D] -> records uint8 [pages, HK, record_bytes], the bytes of the reference."""
     k, v = k.float().contiguous(), v.float().contiguous()
     records = torch.zeros(*k.shape[:2], layout.record_bytes, dtype=torch.uint8)
-    load().bitkv_encode(ctypes.byref(layout), *_sizes(len(k)), _pointer(k), _pointer(v), _pointer(key_signs), _pointer(value_signs),
-                        *_sizes(unbiased), _pointer(records), *_sizes(torch.get_num_threads()))  # fmt: skip
+    load().bitkv_encode(
+        ctypes.byref(layout), *_sizes(len(k)), *map(_pointer, (k, v, key_signs, value_signs)), *_sizes(unbiased),
+        _pointer(records), *_sizes(torch.get_num_threads()),
+    )  # fmt: skip
     return records
 
 
@@ -112,21 +115,23 @@ def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
 def attend(
     layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """records uint8 [n, pages, HK, record_bytes] contiguous, page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D] and the
-    number of refined tokens, counted once per KV head and query."""
+    """records uint8 [n, pages, HK, record_bytes] contiguous, page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G,
+    D] and the number of refined tokens, counted once per KV head and query."""
     shape = (len(records), *query.scale.shape)
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
     page_valid = page_valid.contiguous()
     queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
-    refined = load().bitkv_attend(ctypes.byref(layout), ctypes.byref(queries), ctypes.byref(refinement), _pointer(records), *_sizes(len(records)),
-                                  _pointer(page_valid), _pointer(m), _pointer(l), _pointer(o), *_sizes(torch.get_num_threads()))  # fmt: skip
+    refined = load().bitkv_attend(
+        *map(ctypes.byref, (layout, queries, refinement)), _pointer(records), *_sizes(len(records)),
+        *map(_pointer, (page_valid, m, l, o)), *_sizes(torch.get_num_threads()),
+    )  # fmt: skip
     return m, l, o, refined
 
 
 def tree(
     m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor, width: int, nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partials of granules m, l [n, ...], o [n, ..., D] with ascending int64 indices -> those of the first `nodes` tree nodes."""
+    """Partials of granules m, l [n, ...], o [n, ..., D], ascending int64 indices -> those of the first `nodes` tree nodes."""
     m, l, o, index = (t.contiguous() for t in (m, l, o, index))
     rows, dim = math.prod(m.shape[1:]), o.shape[-1]
     lanes = torch.empty(width, *m.shape[1:]), torch.empty(width, *m.shape[1:]), torch.empty(width, *o.shape[1:])
@@ -145,14 +150,17 @@ def tree(
 
 
 def attend_exact(q: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Partial m, l [HK, 1, G], o [HK, 1, G, D] of one position's queries fp32 [HK, 1, G, D] (base 2) over exact rows [2, HK, count, D]."""
+    """Partial m, l [HK, 1, G], o [HK, 1, G, D] of one position's queries fp32 [HK, 1, G, D] (base 2) over exact rows [2, HK,
+    count, D]."""
     kv_heads, _, group, dim = q.shape
     q, k, v = q.contiguous(), *(rows if rows.dtype == torch.float32 else rows.float())
     if k.stride()[1:] != (dim, 1):
         k, v = k.contiguous(), v.contiguous()
     m, l, o = torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape)
-    load().bitkv_attend_exact(*_sizes(kv_heads, group, dim), _pointer(q), _pointer(k), _pointer(v), *_sizes(k.shape[1], k.stride(0)),
-                              _pointer(m), _pointer(l), _pointer(o), *_sizes(torch.get_num_threads()))  # fmt: skip
+    load().bitkv_attend_exact(
+        *_sizes(kv_heads, group, dim), *map(_pointer, (q, k, v)), *_sizes(k.shape[1], k.stride(0)),
+        *map(_pointer, (m, l, o)), *_sizes(torch.get_num_threads()),
+    )  # fmt: skip
     return m, l, o
 
 

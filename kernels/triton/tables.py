@@ -36,8 +36,8 @@ class Config:
         return self.lanes // 8 if dim <= 128 else self.lanes // 16
 
     def registers(self) -> dict[str, int]:
-        """The launch option that gives a program what it asks for: left alone, the compiler spills a few of them to fit one more
-        program beside it."""
+        """The launch option that gives a program what it asks for: left alone, the compiler spills a few of them to fit one
+        more program beside it."""
         return {} if self.most_registers is None else {"maxnreg": self.most_registers}
 
     def select_warps(self, heads: int) -> int:
