@@ -34,11 +34,12 @@ from transformers.generation.streamers import BaseStreamer
 from bitkv_dist import checkpoint, model, report
 from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
-from bitkv_dist.engine import Engine, Result
+from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.cpu import dense
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer
+from bitkv_dist.parallel.heartbeat import Heart, Pulse
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.parallel.world import World
 from bitkv_dist.text import read_prompt_file
@@ -108,7 +109,8 @@ class Ours:
 
     def __init__(self, served: model.ServedModel, config: str, threads: int) -> None:
         world = World(0, 1, 0, 1, "here", "python", "none", torch.device("cpu"), threads)
-        self.mesh, self.served, self.cache = Mesh(world, 1, 1, ParallelConfig()), served, build(config, {}).cache
+        self.mesh = Mesh(world, 1, 1, ParallelConfig(), Heart(Pulse(), 0))
+        self.served, self.cache = served, build(config, {}).cache
         self.logits: list[torch.Tensor] = []
 
     def prefill(self, prompt: list[int]) -> float:
@@ -124,9 +126,7 @@ class Ours:
             for _ in range(tokens):
                 started = time.perf_counter()
                 self.logits = [*self.logits[-CHECKED_STEPS:], self.engine.step([0])]
-                result = Result([0], [[]], ["length"])
-                self.engine.decode(self.logits[-1], result, None, started)
-                self.ids += result.token_ids[0]
+                self.ids += self.engine.decode(self.logits[-1], [[]], None, started).token_ids[0]
                 times.append(time.perf_counter() - started)
         return times
 
