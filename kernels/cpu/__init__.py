@@ -67,7 +67,7 @@ def load() -> ctypes.CDLL | None:
 
 def reason() -> str:
     """Why `load` found nothing."""
-    return "the C++ extension is not built: install with a C++ compiler (g++), pip install -e ."
+    return "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
 
 
 def choose(isa: str | None = None) -> str:
