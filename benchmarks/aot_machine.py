@@ -26,6 +26,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+KERNELS = Path(__file__).parents[1] / "kernels" / "triton"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 TENSOR_CORE = re.compile(r"^(\w*MMA|v_(s?mfmac?|wmma))[._]")
 
@@ -165,9 +166,15 @@ def global_loads(text: str, load: str, bits) -> list[tuple[str, int]]:
 
 
 def function_at(file: str, line: int) -> str:
-    """The name of the last function that begins in or before this line of a Python file."""
-    name = ""
-    for text in Path(file).read_text().splitlines()[:line] if file.endswith(".py") else ():
+    """The name of the last function that begins in or before this line of a Python file.
+
+    Triton caches compiled code by the text of its source, so the file may be the same one of another checkout: a kernel's
+    file is read here, by its name.
+    """
+    name, path = "", Path(file)
+    if path.parent.name == KERNELS.name:
+        path = KERNELS / path.name
+    for text in path.read_text().splitlines()[:line] if path.suffix == ".py" else ():
         if found := re.match(r"\s*def (\w+)", text):
             name = found[1]
     return name

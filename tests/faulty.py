@@ -16,7 +16,7 @@ from bitkv_dist.launch import shell
 
 def main(argv: list[str]) -> int:
     fault, rank, *flags = [word for word in argv if not word.startswith("--local_rank")]  # deepspeed puts it first
-    print(f"pid {os.getpid()}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"pid {os.getpid()}\n")
     if shell.launched_rank() == int(rank):
         flags = FLAGS.get(fault, lambda flags: flags)(flags)
         if fault in ACTS:
@@ -44,7 +44,7 @@ def happen(place: str, act: Callable) -> None:
         calls.append(1)
         result = real(*args, **kwargs)
         if place == "versions" or len(calls) == (2 if place == "prefill" else 3):
-            print(f"fault at {time.time()}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"fault at {time.time()}\n")  # in one piece, or the lines of two ranks mix
             return act(result)
         return result
 

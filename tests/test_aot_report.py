@@ -1,5 +1,6 @@
 """The kernels compile ahead of time, without a GPU, and keep the rules of the report."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -38,3 +39,14 @@ def test_every_kernel_on_every_target(tmp_path):
     rows = report(tmp_path)
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert {"decode", "scan", "select", "tail", "refine", "exact"} <= {row["kernel"] for row in rows}
+
+
+def test_code_cached_by_another_checkout_is_read_by_its_own(tmp_path):
+    """Triton's cache goes by the text of a kernel, and the checkout that filled it may be gone."""
+    spec = importlib.util.spec_from_file_location("aot_machine", REPORT.with_name("aot_machine.py"))
+    machine = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(machine)
+    lines = (machine.KERNELS / "decode.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.startswith("def decode("))
+    assert machine.function_at(str(tmp_path / "gone" / "kernels" / "triton" / "decode.py"), line + 3) == "decode"
+    assert machine.function_at(str(tmp_path / "kernel.c"), 3) == ""

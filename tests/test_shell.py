@@ -32,7 +32,7 @@ def main(argv):
     sys.stdout.write(f"text {args.text}\\n")  # at once, or the lines of two ranks mix
     sys.stdout.flush()
     if mesh.world.rank == args.rank or args.rank < 0:
-        print(f"fault at {time.time()}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"fault at {time.time()}\\n")  # in one piece, as above
         if args.fault == "raise":
             raise RuntimeError("boom\\n  and more")
         if args.fault == "value":
