@@ -221,6 +221,7 @@ class GenerateConfig:
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
     weights: str = "auto"  # kept in: model = dtype | bfloat16, computing in dtype | auto = bfloat16 where that rounds nothing
     prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed | auto: exact if it fits
+    prefill_memory_gb: float | None = None  # of exact prefill: what one layer's prompt keys and values may take on a rank
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -248,6 +249,11 @@ class GenerateConfig:
             one_of(self, "dtype", DTYPES)
         one_of(self, "weights", WEIGHTS)
         one_of(self, "prefill", ("exact", "packed", "auto"))
+        if self.prefill_memory_gb is not None:
+            if self.prefill_memory_gb <= 0:
+                refuse(self, "prefill_memory_gb", "must be above 0 GB", "leave it out to keep all prompt keys on every rank")
+            if self.prefill == "packed":
+                refuse(self, "prefill_memory_gb", "a packed prefill keeps no prompt keys", "leave it out")
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)
         between(self, "temperature", 0, None)

@@ -16,6 +16,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.parallel import placement
 from bitkv_dist.plan.models import ModelShape
+from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
 
 FLOAT32_BYTES = 4
@@ -45,6 +46,7 @@ class Job:
     dtype: torch.dtype = torch.bfloat16  # of weights, hidden states and exact tokens
     prefill: str = "exact"
     chunk: int = GRANULE_TOKENS
+    prefill_memory_gb: float | None = None  # what the keys and values of one layer may take in an exact prefill
     page: PageBytes | None = field(default=None)  # None = as `config` stores it
 
     @cached_property
@@ -159,8 +161,20 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    layer = job.batch * job.context * 2 * (shape.kv_heads // tp) * shape.head_dim * element
-    return max(hidden + layer + exact_workspace(job, tp, sp), logits)
+    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def prompt_keys(job: Job, tp: int, sp: int) -> int:
+    """Keys and values of one layer, as far as `prefill_memory_gb` lets every rank have them whole."""
+    heads = (job.shape.kv_heads // tp, job.shape.head_dim, job.dtype.itemsize)
+    lengths = [job.context] * job.batch
+    if job.prefill_memory_gb is None:
+        return prompt_bytes(lengths, heads, sp, heads[0])
+    try:
+        at_once = fitting_heads(job.prefill_memory_gb * 1e9, lengths, heads, sp)
+    except ValueError:  # the run will say so
+        at_once = 1
+    return prompt_bytes(lengths, heads, sp, at_once)
 
 
 def exact_workspace(job: Job, tp: int, sp: int) -> int:
