@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bitkv_dist.kernels.triton.numbers import exp2, halves, log2, round_weight
-from bitkv_dist.kernels.triton.planes import key_dots, load_planes, unscale, value_dots
+from bitkv_dist.kernels.triton.planes import load_planes, no_dots, own_set, plane_dots, unscale
 from bitkv_dist.kernels.triton.tiles import by_head, by_row, head_max, head_sum, to_tokens
 
 LOG2_127 = tl.constexpr(6.988684686772166)
@@ -40,34 +40,26 @@ def level_unit(BITS: tl.constexpr):
 @triton.jit
 def load_query(codes, first, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
     """Dims start .. start + DIMS - 1 of `group` rows of int8 query codes [.., D] from row `first` on, 0 beyond D and the rows:
-    SETS operands [DIMS, COLS] of `key_dots`."""
-    column = tl.arange(0, SETS * GROUP)
-    head = column % GROUP
+    [DIMS, COLS], in every set of columns the same."""
+    head = tl.arange(0, SETS * GROUP) % GROUP
     dim = start + tl.arange(0, DIMS)
     inside = (head < group)[None, :] & (dim < D)[:, None]
-    found = tl.load(codes + (first + head[None, :]) * D + dim[:, None], mask=inside, other=0)
-    operands = ()
-    for s in tl.static_range(SETS):
-        operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)  # noqa: RUF005
-    return operands
+    return tl.load(codes + (first + head[None, :]) * D + dim[:, None], mask=inside, other=0)
 
 
 @triton.jit
 def page_dots(
-    keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr
+    keys, blocks, column_set, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; operands and rest: the query's dims in two
-    power-of-two blocks, rest = () where one holds them all."""
-    SETS: tl.constexpr = len(operands)
+    """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; blocks: the query's dims in blocks
+    [DIMS, COLS] of a power of two, one after another."""
     WIDTH: tl.constexpr = P // 8
-    DIMS: tl.constexpr = operands[0].shape[0]
-    words = load_planes(keys, P * D // 8, DIMS // 4, WIDTH, WIDTH, BITS)
-    dots = key_dots(words, operands, tl.zeros((P // SETS, COLS), tl.int32), ASSEMBLY)
-    if len(rest) > 0:
-        REST: tl.constexpr = rest[0].shape[0]
-        words = load_planes(keys + DIMS // 4 * WIDTH * 4, P * D // 8, REST // 4, WIDTH, WIDTH, BITS)
-        dots = key_dots(words, rest, dots, ASSEMBLY)
-    return dots
+    sums = no_dots(P, blocks[0].shape[1], SETS)
+    for i in tl.static_range(len(blocks)):
+        words = load_planes(keys, P * D // 8, blocks[i].shape[0] // 4, WIDTH, WIDTH, BITS)
+        sums = plane_dots(words, blocks[i], sums, ASSEMBLY)
+        keys += blocks[i].shape[0] * WIDTH
+    return own_set(sums, column_set)
 
 
 @triton.jit
@@ -134,10 +126,9 @@ def decode(
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    operands = load_query(codes, source, count, 0, D, first_block(D), SETS, GROUP)
-    rest = ()
+    blocks = (load_query(codes, source, count, 0, D, first_block(D), SETS, GROUP),)
     if second_block(D) > 0:
-        rest = load_query(codes, source, count, first_block(D), D, second_block(D), SETS, GROUP)
+        blocks += (load_query(codes, source, count, first_block(D), D, second_block(D), SETS, GROUP),)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]
@@ -169,7 +160,7 @@ def decode(
             sums = tl.load(dots + (target + column_head) * 512 + token, mask=column_head < count, other=0).to(tl.int32)
             sums = in_tile(sums)
         else:
-            sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
+            sums = page_dots(page + KEY_PLANES, blocks, column_set, D, P, KEY_BITS, SETS, ASSEMBLY)
         key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)
         value_scale = halves(page + VALUE_SCAN, tl.arange(0, P))
         value_log = log2(tl.maximum(value_scale, NO_SCALE), ASSEMBLY)
@@ -193,7 +184,7 @@ def decode(
 
         integers = to_tokens(round_weight(weights), SETS)
         words = load_planes(page + VALUE_PLANES, P * D // 8, P // 4, WIDTH, D // 8, VALUE_BITS)
-        sums = value_dots(words, integers, column_set, SETS, ASSEMBLY)
+        sums = own_set(plane_dots(words, integers, no_dots(8 * WIDTH, COLS, SETS), ASSEMBLY), column_set)
         total = tl.dot(tl.full((ONES, P), 1, tl.int8), integers, out_dtype=tl.int32)
         total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ONES, ONES, COLS)), (DIMS, COLS)).to(tl.float32)
         centroid = halves(page + VALUE_CENTROID, value_dim, None if D == 8 * WIDTH else place % WIDTH < D // 8)

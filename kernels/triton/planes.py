@@ -116,33 +116,37 @@ def stack(parts):
 
 
 @triton.jit
-def key_dots(words, operands, out, ASSEMBLY: tl.constexpr):
-    """out int32 [8 WIDTH / SETS, COLS] += operands times codes: row of set s = row + 8 WIDTH / SETS s of the plane.
-
-    operands: SETS tensors int8 [4 HEIGHT, COLS], the s-th zero outside the columns of set s: it takes 8 / SETS of the masks.
-    """
-    MASKS: tl.constexpr = 8 // len(operands)
+def plane_dots(words, operand, sums, ASSEMBLY: tl.constexpr):
+    """SETS tensors int32 [8 WIDTH / SETS, COLS] += the codes of `words` times operand int8 [4 HEIGHT, COLS]: the s-th those of
+    set s, 8 / SETS of the masks, in all columns."""
+    MASKS: tl.constexpr = 8 // len(sums)
     parts = expand(words, False, ASSEMBLY)
-    for s in tl.static_range(len(operands)):
+    found = ()
+    for s in tl.static_range(len(sums)):
         rows = stack(parts[s * MASKS : (s + 1) * MASKS])
-        out = tl.dot(rows, operands[s], out, out_dtype=tl.int32)
-    return out
+        found = found + (tl.dot(rows, operand, sums[s], out_dtype=tl.int32),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def value_dots(words, weights, column_set, SETS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of
-    `words`.
+def no_dots(ROWS: tl.constexpr, COLS: tl.constexpr, SETS: tl.constexpr):
+    """What `plane_dots` adds to."""
+    sums = ()
+    for _ in tl.static_range(SETS):
+        sums = sums + (tl.zeros((ROWS // SETS, COLS), tl.int32),)  # noqa: RUF005
+    return sums
 
-    Columns of set s keep the rows of the s-th 8 / SETS masks. Zeroing weights instead, as for keys, would send each set's copy
-    through shared memory.
+
+@triton.jit
+def own_set(sums, column_set):
+    """int32 [ROWS, COLS]: each column of those of its set, column_set int32 [1, COLS].
+
+    Choosing between sums costs less than operands that are zero outside a set's columns: those of keys would stay in registers,
+    those of values be sent through shared memory.
     """
-    MASKS: tl.constexpr = 8 // SETS
-    parts = expand(words, False, ASSEMBLY)
-    out = tl.dot(stack(parts[:MASKS]), weights, out_dtype=tl.int32)
-    for s in tl.static_range(1, SETS):
-        found = tl.dot(stack(parts[s * MASKS : (s + 1) * MASKS]), weights, out_dtype=tl.int32)
-        out = tl.where(column_set == s, found, out)
+    out = sums[0]
+    for s in tl.static_range(1, len(sums)):
+        out = tl.where(column_set == s, sums[s], out)
     return out
 
 
