@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bitkv_dist.kernels.triton.decode import centroid_score, first_block, load_query, page_dots, second_block
+from bitkv_dist.kernels.triton.decode import centroid_score, load_query, page_dots
 from bitkv_dist.kernels.triton.numbers import ROUNDER
 from bitkv_dist.kernels.triton.planes import unscale
 from bitkv_dist.kernels.triton.tiles import by_head
@@ -37,9 +37,7 @@ def scan(
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    blocks = (load_query(codes, source * group, group, 0, D, first_block(D), SETS, GROUP),)
-    if second_block(D) > 0:
-        blocks += (load_query(codes, source * group, group, first_block(D), D, second_block(D), SETS, GROUP),)
+    blocks = load_query(codes, source * group, group, D, SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source * group + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]
