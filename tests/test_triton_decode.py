@@ -77,7 +77,7 @@ def sum_values(
     column_set = column // GROUP
     operand = tl.load(weights + tl.arange(0, P)[:, None] * GROUP + column % GROUP)
     for b in tl.static_range(len(BLOCKS)):
-        words = load_planes(planes + 4 * BLOCKS[b][0], P * D // 8, P // 4, BLOCKS[b][1], D // 8, BITS)
+        words = load_planes(planes + 4 * BLOCKS[b][0], P * D // 8, P // 4, BLOCKS[b][1], D // 8, BITS, 0)
         sums = plane_dots(words, operand, no_dots(8 * BLOCKS[b][1], SETS * GROUP, SETS), 0)
         scale = unscale(8 * BLOCKS[b][1] // SETS, column_set, BLOCKS[b][1], SETS, BITS)
         row = tl.arange(0, scale.shape[0])[:, None] + scale.shape[0] * column_set

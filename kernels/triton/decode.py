@@ -60,7 +60,7 @@ def page_dots(
     WIDTH: tl.constexpr = P // 8
     sums = no_dots(P, blocks[0].shape[1], SETS)
     for i in tl.static_range(len(blocks)):
-        words = load_planes(keys, P * D // 8, blocks[i].shape[0] // 4, WIDTH, WIDTH, BITS)
+        words = load_planes(keys, P * D // 8, blocks[i].shape[0] // 4, WIDTH, WIDTH, BITS, ASSEMBLY)
         sums = plane_dots(words, blocks[i], sums, ASSEMBLY)
         keys += blocks[i].shape[0] * WIDTH
     return own_set(sums, column_set)
@@ -130,7 +130,7 @@ def add_values(
     DIMS: tl.constexpr = o.shape[0]
     COLS: tl.constexpr = o.shape[1]
     GROUP: tl.constexpr = COLS // SETS
-    words = load_planes(page + PLANES + 4 * FIRST, P * D // 8, P // 4, WIDTH, D // 8, BITS)
+    words = load_planes(page + PLANES + 4 * FIRST, P * D // 8, P // 4, WIDTH, D // 8, BITS, ASSEMBLY)
     sums = own_set(plane_dots(words, integers, no_dots(8 * WIDTH, COLS, SETS), ASSEMBLY), column_set)
     total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ROWS, ROWS, COLS)), (DIMS, COLS)).to(tl.float32)
     dim, inside = value_dims(D, FIRST, WIDTH, tl.arange(0, 8 * WIDTH))
