@@ -13,10 +13,12 @@ Progress = Callable[[float, int], None]  # (prompt tokens done, of all), called 
 Part = tuple[int, int, int]  # sequence, first token, tokens
 
 
-def run_layer(model: ServedModel, cache: PackedCache, layer: int, hidden: torch.Tensor, start: int) -> torch.Tensor:
+def run_layer(
+    model: ServedModel, cache: PackedCache, layer: int, hidden: torch.Tensor, start: int, round_rows: int | None = None
+) -> torch.Tensor:
     """One decoder layer over hidden [1, n, E] of tokens start .. start + n - 1; `cache.step` says of which sequence."""
     positions = torch.arange(start, start + hidden.shape[1], device=hidden.device).unsqueeze(0)
-    return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache)
+    return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache, round_rows)
 
 
 def exact(
@@ -49,10 +51,12 @@ def exact(
         for turn, parts in enumerate(rounds):
             own = parts[rank]
             cache.step = Step([own[0]] if own else [], round=parts)
+            widest = max(part[2] for part in parts if part)
             if own:
-                hidden[own].copy_(run_layer(model, cache, index, hidden[own].unsqueeze(0), own[1])[0])
+                hidden[own].copy_(run_layer(model, cache, index, hidden[own].unsqueeze(0), own[1], widest)[0])
             else:
                 layer.receive(None)
+                model.idle(index, widest)
             progress(total * (index * len(rounds) + turn + 1) / (len(rounds) * len(cache.layers)), total)
         for sequence in range(len(prompts)):
             layer.finish_prompt(sequence, others)

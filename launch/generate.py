@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     from bitkv_dist.parallel import mesh as meshes
 
     transformers.logging.set_verbosity_error()
-    model_config = models.check(config.generate.model, config.parallel.tp)
+    model_config = models.check(config.generate.model, config.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = meshes.start(config.parallel, say=shell.say_for_all)
@@ -138,9 +138,8 @@ class _Run:
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
         self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
-        place = {"device": world.device, "weights": generate.weights}
-        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place, **shard)
+        place = {"device": world.device, "weights": generate.weights, "ranks": mesh}
+        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place)
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started
