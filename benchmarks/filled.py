@@ -49,13 +49,16 @@ def random_model(shape: Shape, positions: int) -> ServedModel:
     module = module.to_empty(device=CPU).eval()
     module.model.rotary_emb = type(module.model.rotary_emb)(config)  # its buffers were empty too
     noise = 0.02 * torch.randn(NOISE_NUMBERS, generator=torch.Generator().manual_seed(0))
+    taken = 0
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
-            for piece in parameter.view(-1).split(len(noise)):
-                piece.copy_(noise[: len(piece)])
+            for piece in parameter.view(-1).split(NOISE_NUMBERS // 2):  # elsewhere in the noise than any other matrix
+                start = taken % (NOISE_NUMBERS // 2)
+                piece.copy_(noise[start : start + len(piece)])
+                taken += len(piece)
     return ServedModel(
         name="random", config=module.config, module=module, tokenizer=None, generation_config=module.generation_config,
         dtype=torch.float32, device=CPU, fingerprint=0, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,
