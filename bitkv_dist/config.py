@@ -237,6 +237,8 @@ class GenerateConfig:
     save_cache: str | None = None  # folder for a snapshot of the cache
     save_cache_at: str = "prefill"  # prefill: before the first token, to replay the run | end: after the last, to go on
     load_cache: str | None = None  # folder of a snapshot that the prompts begin with; without prompts it goes on
+    checkpoint: str | None = None  # folder that keeps the run while it lasts: the same run, started again, goes on from it
+    checkpoint_every: int = 256  # tokens of each sequence from one checkpoint to the next; the first is taken after the prefill
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -257,12 +259,15 @@ class GenerateConfig:
                 refuse(self, name, "temperature 0 is greedy and reads no filter", f"set temperature above 0 or {name} {off:g}")
         if self.sampling_seed is not None:
             between(self, "sampling_seed", 0, 2**64 - 1)
-        for name in ("save_cache", "load_cache"):
+        for name in ("save_cache", "load_cache", "checkpoint"):
             if getattr(self, name) == "":
                 refuse(self, name, "must name a folder", "give its path or leave it out")
         one_of(self, "save_cache_at", ("prefill", "end"))
         if self.save_cache is None and self.save_cache_at != "prefill":
             refuse(self, "save_cache_at", "nothing is saved without save_cache", "give --save-cache DIR too")
+        between(self, "checkpoint_every", 1, None)
+        if self.checkpoint is None and self.checkpoint_every != 256:
+            refuse(self, "checkpoint_every", "nothing is kept without checkpoint", "give --checkpoint DIR too")
         if "" in self.stop:
             refuse(self, "stop", "an empty stop string would stop at once", "leave it out")
 

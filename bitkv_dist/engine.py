@@ -30,6 +30,10 @@ OnToken = Callable[[int, int], bool]  # (sequence, token id) on rank 0 -> True e
 Fill = Callable[[list[list[int]], prefill.Progress], torch.Tensor]  # prompts -> logits fp32 [sequences, vocab] after them
 
 
+def ignore(*_) -> None:
+    """A callback that does nothing."""
+
+
 @dataclass
 class Result:
     """What one `generate` call produced. token_ids hold the EOS that ended a sequence; times in seconds."""
@@ -93,11 +97,15 @@ class Engine:
         keep: bool = False,
         fill: Fill | None = None,
         on_filled: Callable[[torch.Tensor], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+        answered: Sequence[list[int]] = (),
     ) -> Result:
         """Continue the prompts (token ids, each at its own length). keep: append them to the sequences that the cache holds.
 
         on_token is called on rank 0 for every token as it comes and may end its sequence; on_prefill(done, all) counts prompt
         tokens. fill: brings the prompts into the cache in place of a prefill. on_filled sees the logits before the first token.
+        on_step(tokens) is called on every rank between two steps; tokens: of each answer that goes on. answered: what `fill`
+        has of each answer already.
         """
         keep = keep and self.cache is not None
         with torch.inference_mode():
@@ -110,7 +118,7 @@ class Engine:
                 on_filled(logits)
                 started += time.perf_counter() - filled
             prefilled = self.cached_tokens() - held
-            result = self.decode(logits, prompts, on_token, started)
+            result = self.decode(logits, prompts, on_token, started, on_step or ignore, answered)
             result.prefilled_tokens = prefilled
             return result
 
@@ -221,13 +229,17 @@ class Engine:
                 room = f"{self.model.name} has {self.model.max_positions} positions"
                 raise ValueError(f"prompt {sequence}: {held + len(prompt)} tokens, but {room}; shorten it")
 
-    def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float) -> Result:
+    def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float,
+               on_step: Callable[[int], None] = ignore, answered: Sequence[list[int]] = ()) -> Result:
         """Sample, feed, repeat, until every sequence has ended; the prefill is what was done since `started`."""
         reasons = [self.ended.get(sequence, REASONS[LENGTH]) for sequence in range(len(prompts))]
-        result = Result(list(map(len, prompts)), [[] for _ in prompts], reasons)
+        answers = list(map(list, answered)) or [[] for _ in prompts]
+        result = Result(list(map(len, prompts)), answers, reasons)
         result.prefill_s = time.perf_counter() - started
         live = [sequence for sequence in range(len(prompts)) if sequence not in self.ended]
-        for step in range(self.config.max_new_tokens):
+        begun = list(map(len, answers))
+        first = max(begun, default=0)
+        for step in range(first, self.config.max_new_tokens):
             with one_torch_thread():
                 chosen = self.choose(logits, live, result, on_token)
             for sequence, (token, state) in zip(live, chosen, strict=True):
@@ -241,13 +253,17 @@ class Engine:
                 if state == STOP:
                     self.ended[sequence] = REASONS[STOP]
                 live = [other for other in live if other != sequence]
-            if step == 0:
+            if step == first:
                 result.first_token_s = time.perf_counter() - started
             if not live:
                 break
+            paused = time.perf_counter()
+            on_step(step + 1)
+            started += time.perf_counter() - paused
             self.mesh.mark(f"step {step + 1}")
             logits = self.step(live)
-        result.decoded_tokens = sum(map(len, result.token_ids)) - sum(map(bool, result.token_ids))
+        gained = [len(answer) - before for answer, before in zip(answers, begun, strict=True)]
+        result.decoded_tokens = sum(gained) - sum(map(bool, gained))
         if result.decoded_tokens:
             result.decode_s = time.perf_counter() - started - result.first_token_s
         return result
@@ -319,5 +335,3 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def ignore(done: float, total: int) -> None:
-    """A progress callback that shows nothing."""

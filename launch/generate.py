@@ -22,6 +22,8 @@ from bitkv_dist.config import RunConfig
 from bitkv_dist.launch import flags, shell
 
 if TYPE_CHECKING:
+    import torch
+
     from bitkv_dist.engine import Result
     from bitkv_dist.launch.display import Texts
     from bitkv_dist.parallel.mesh import Mesh
@@ -39,6 +41,8 @@ _VALUES = (
     ("--save-cache", "generate.save_cache", "folder for a snapshot of the cache; replaces the one that is there"),
     ("--save-cache-at", "generate.save_cache_at", "prefill (before the first token, to repeat) or end (to go on)"),
     ("--load-cache", "generate.load_cache", "folder of a snapshot to start from"),
+    ("--checkpoint", "generate.checkpoint", "folder to keep the run in while it lasts; the same command goes on from there"),
+    ("--checkpoint-every", "generate.checkpoint_every", "tokens from one checkpoint to the next"),
 )
 _SWITCHES = (
     ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
@@ -73,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
         run.snapshots.check(prompts, model_config, asked.interactive)
+        run.checkpoints.check(prompts, model_config, asked.interactive)
         run.start(prompts)
         if asked.interactive:
             run.talk(prompts)
@@ -89,6 +94,7 @@ class _Run:
     """A run on one rank. What only rank 0 does stands behind `leads`."""
 
     def __init__(self, asked: argparse.Namespace, config: RunConfig, mesh: Mesh, max_positions: int) -> None:
+        from bitkv_dist.launch.checkpoints import Checkpoints
         from bitkv_dist.launch.display import Bar, Console
         from bitkv_dist.launch.snapshots import Snapshots
 
@@ -97,6 +103,7 @@ class _Run:
         self._console = Console(stderr=True, quiet=not self.leads, highlight=False, markup=False, soft_wrap=True)
         self._load_bar, self._prefill_bar = Bar(self._console), Bar(self._console, "tokens")
         self.snapshots = Snapshots(mesh, config, self._load_bar, self._console.print)
+        self.checkpoints = Checkpoints(mesh, config, self._load_bar, self._console.print)
         self._tokenizer, self._chat = None, False
         self._turns: list[tuple[Result, list[str]]] = []  # each call's result and, on rank 0, its texts
 
@@ -139,14 +146,27 @@ class _Run:
         grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
-        self.snapshots.load(self._engine, prompts)
+        self.checkpoints.load(self._engine, prompts)
+        if self.checkpoints.fill is None:
+            self.snapshots.load(self._engine, prompts)
 
     def batch(self, prompts: list[list[int]], keep: bool = False) -> None:
         """Generate for all prompts at once."""
         texts = self._texts(prompts) if self.leads else None
-        engine, fill = self._engine, None if keep else self.snapshots.fill
-        filled = partial(self.snapshots.filled, engine)
-        result = engine.generate(prompts, texts and texts.push, self._show_prefill, keep=keep, fill=fill, on_filled=filled)
+        engine, snapshots, checkpoints = self._engine, self.snapshots, self.checkpoints
+        for sequence, answer in enumerate(checkpoints.answered if self.leads else ()):
+            for token in answer:
+                texts.push(sequence, token)
+
+        def filled(logits: torch.Tensor) -> None:
+            snapshots.filled(engine, logits)
+            checkpoints.filled(engine, logits)
+
+        fill = None if keep else checkpoints.fill or snapshots.fill
+        result = engine.generate(
+            prompts, texts and texts.push, self._show_prefill, keep=keep, fill=fill,
+            on_filled=filled, on_step=partial(checkpoints.step, engine), answered=checkpoints.answered,
+        )  # fmt: skip
         self._turns.append((result, texts.finish() if texts else []))
 
     def talk(self, prompts: list[list[int]]) -> None:
@@ -160,6 +180,7 @@ class _Run:
 
     def end(self) -> None:
         self.snapshots.finish(self._engine)
+        self.checkpoints.finish()
 
     def report(self) -> None:
         """The summary, and the JSON object where it was asked for; of a conversation each turn is one text."""
@@ -173,7 +194,7 @@ class _Run:
             return
         self._console.print(*summary(last), sep="\n")
         results = [result for result, _ in self._turns]
-        last |= self.snapshots.report()
+        last |= self.snapshots.report() | self.checkpoints.report()
         last["text"] = [text for _, texts in self._turns for text in texts]
         for name in ("token_ids", "prompt_tokens", "finish_reason"):
             last[name] = [item for result in results for item in getattr(result, name)]

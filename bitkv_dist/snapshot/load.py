@@ -54,12 +54,13 @@ class Loaded:
 
 @torch.inference_mode()
 def load(engine: Engine, folder: Path, manifest: Manifest, prompts: list[list[int]] | None = None,
-         progress: Progress = lambda *_: None) -> Loaded:
+         progress: Progress = lambda *_: None, what: str = "load-cache") -> Loaded:
     """Open the engine's cache with the snapshot in it; collective. Prompts begin with its tokens (see Manifest.match); None: go
-    on with its own sequences. ValueError, and no cache, where the files are not those of the manifest or of this model.
+    on with its own sequences. what: the flag that asked for it. ValueError, and no cache, where the files are not those
+    of the manifest or of this model.
     """
     model = engine.model
-    what = f"load-cache {folder}"
+    what = f"{what} {folder}"
     with about(what):
         manifest.check_model(f"{model.fingerprint:016x}", engine.rotation_digest, circumstances(engine)["dtype"])
         sources = list(range(len(manifest.sequences))) if prompts is None else manifest.match(prompts)

@@ -60,7 +60,7 @@ class Manifest:
     """model: name, fingerprint, layers, kv_heads, head_dim. computed: what the last bits of logits depend on, and sp.
 
     digests: 16 hex digits for each layer and sequence (see tensors.digest); logits: the same for those of the last prompt
-    positions, None if they are not saved.
+    positions, None if they are not saved. run: of a checkpoint, the settings that its run chose its tokens with.
     """
 
     id: str
@@ -74,6 +74,7 @@ class Manifest:
     digests: list[list[str]]
     logits: str | None
     files: list[TensorFile]
+    run: dict[str, Any] | None = None
 
     # -- on disk
 
@@ -130,6 +131,20 @@ class Manifest:
             if there != here:
                 remedy = "run with the configuration of the snapshot"
                 raise ValueError(f"cache.{name} is {there!r} there and {here!r} in this run; {remedy}")
+
+    def check_same_run(self, settings: dict[str, Any], prompts: Sequence[list[int]]) -> None:
+        """Refuse what is no checkpoint of a run with these settings and prompts."""
+        remedy = "start that run again as it was, or give another folder"
+        if self.run is None:
+            raise ValueError("holds a snapshot that --save-cache has made; give another folder, or load it with --load-cache")
+        for name, here in settings.items():
+            if self.run.get(name) != here:
+                raise ValueError(f"is of a run with {name} {self.run.get(name)!r}, here it is {here!r}; {remedy}")
+        if len(prompts) != len(self.sequences):
+            raise ValueError(f"is of a run with {len(self.sequences)} prompts, here are {len(prompts)}; {remedy}")
+        for index, (prompt, saved) in enumerate(zip(prompts, self.sequences, strict=True)):
+            if saved.tokens[: saved.prompt_tokens] != prompt:
+                raise ValueError(f"is of a run with another prompt {index}; {remedy}")
 
     def check_model(self, fingerprint: str, rotation: str, dtype: str) -> None:
         """Refuse other weights, other rotations, and pages of another type."""
