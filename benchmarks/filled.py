@@ -15,6 +15,7 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.layer import PackedLayer
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel.mesh import Mesh
+from bitkv_dist.split import Split
 
 DISTINCT_GRANULES = 8  # encoded per layer and sequence
 NOISE_NUMBERS = 1_000_003  # that weights repeat: a prime, so that no two rows of a matrix are alike
@@ -42,7 +43,7 @@ def random_model(shape: Shape, positions: int) -> ServedModel:
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    compiled = unserved(config, torch.bfloat16, CPU, 1) is None
+    compiled = unserved(config, torch.bfloat16, CPU, Split()) is None
     with torch.device("meta"):
         kept = torch.bfloat16 if compiled else torch.float32
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=kept)
