@@ -41,6 +41,7 @@ from bitkv_dist.plan.latency import step_ms
 from bitkv_dist.plan.machines import find_gpu, join
 from bitkv_dist.plan.memory import Job, rank_bytes
 from bitkv_dist.plan.models import MODELS
+from bitkv_dist.split import tp_choices
 
 BATCHES = (1, 2, 4)
 WARM_STEPS = 2
@@ -228,7 +229,7 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def simulate(args: argparse.Namespace, job: Job, gpus: int, kind: str, layout: str) -> dict[str, Any]:
-    sizes = [size for size in job.shape.tp_choices() if size <= min(gpus, NODE_SIZE) and gpus % size == 0]
+    sizes = [size for size in tp_choices(job.shape.heads, job.shape.kv_heads) if size <= min(gpus, NODE_SIZE) and gpus % size == 0]
     tp = 1 if layout == "sp" else max(sizes)
     machine = join(find_gpu(args.gpu, None, None), gpus, NODE_SIZE, [])
     took, held = step_ms(job, machine, tp, gpus // tp), rank_bytes(replace(job, prefill="packed"), tp, gpus // tp)
