@@ -229,7 +229,7 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def simulate(args: argparse.Namespace, job: Job, gpus: int, kind: str, layout: str) -> dict[str, Any]:
-    sizes = [size for size in tp_choices(job.shape.heads, job.shape.kv_heads) if size <= min(gpus, NODE_SIZE) and gpus % size == 0]
+    sizes = [size for size in tp_choices(job.shape.heads, job.shape.kv_heads) if gpus % size == 0 and size <= NODE_SIZE]
     tp = 1 if layout == "sp" else max(sizes)
     machine = join(find_gpu(args.gpu, None, None), gpus, NODE_SIZE, [])
     took, held = step_ms(job, machine, tp, gpus // tp), rank_bytes(replace(job, prefill="packed"), tp, gpus // tp)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from bitkv_dist.preset import read_preset
 from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, refuse, resolve, shown
 from bitkv_dist.schedule import LayerConfig, layer_numbers, layer_ranges
+from bitkv_dist.split import LAYOUTS
 
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
@@ -20,6 +21,7 @@ LANES = 256  # leaves of the merge tree: a constant of the format, and the large
 STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "model", "bfloat16")
+EXCHANGES = ("auto", "allgather", "alltoall", "allreduce")
 _CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers")
 
 
@@ -195,6 +197,9 @@ class ParallelConfig:
     tp: int = 1
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
+    layout: str = "replicated"  # of the weights behind attention: replicated over SP | helix: shared by all ranks
+    exchange: str = "auto"  # of attention: allgather | alltoall | allreduce | auto = alltoall with helix, else allgather
+    bind: str = "auto"  # auto: each rank to its own cores, or those near its GPU, where the launcher has not | none
     cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
@@ -205,6 +210,12 @@ class ParallelConfig:
         if self.sp is not None:
             between(self, "sp", 1, LANES)
         one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "layout", LAYOUTS)
+        one_of(self, "exchange", EXCHANGES)
+        if self.exchange == "alltoall" and self.layout != "helix":
+            rule = "it leaves each rank with some heads alone, and layout replicated needs all of them"
+            refuse(self, "exchange", rule, "take allgather, or layout helix")
+        one_of(self, "bind", ("auto", "none"))
         one_of(self, "cpu_isa", ("auto", "avx512", "avxvnni", "avx2", "portable"))
         for name in ("start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:

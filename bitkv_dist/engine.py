@@ -16,7 +16,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
-from bitkv_dist.parallel.exchange import combine
+from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job
 from bitkv_dist.plan.models import from_config
@@ -66,6 +66,8 @@ class Engine:
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.size)
+        self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
+        self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
         self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it
@@ -156,6 +158,7 @@ class Engine:
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
+            exchange=self.exchange,
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.prefill = self.choose_prefill(prompts)
@@ -269,7 +272,10 @@ class Engine:
             on_step(step + 1)
             started += time.perf_counter() - paused
             self.mesh.mark(f"step {step + 1}")
+            received = self.mesh.sp_bytes
             logits = self.step(live)
+            self.exchanged_bytes += self.mesh.sp_bytes - received
+            self.exchanged_steps += 1
         gained = [len(answer) - before for answer, before in zip(answers, begun, strict=True)]
         result.decoded_tokens = sum(gained) - sum(map(bool, gained))
         if result.decoded_tokens:

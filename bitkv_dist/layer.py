@@ -190,7 +190,7 @@ class PackedLayer:
                 return self.attend_fused(queries).to(q.dtype)
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
             nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
-            roots = self.cache.shard.reduce(nodes, step.sequences)
+            roots = self.cache.shard.merge(nodes, step.sequences)
             parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
             out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
@@ -210,7 +210,7 @@ class PackedLayer:
             if step.count_reads:
                 self.cache.count_exact(rows.shape[2])
                 self.cache.counted.add(reads)
-        roots = shard.reduce([nodes for _, nodes in seen], step.sequences)
+        roots = shard.merge([nodes for _, nodes in seen], step.sequences)
         out = torch.empty(len(seen), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
         for root, (exact, _), row in zip(roots, seen, out, strict=True):
             if not self.codec.conclude(root, exact, row):
@@ -241,7 +241,7 @@ class PackedLayer:
         nodes, refined = self.codec.attend_table(self.codec.prepare(queries), tables.tables[self.index], shard.nodes)
         self.cache.refined[self.index] += refined
         outputs = []
-        rows = zip(queries, tables.states(self.index), tables.row, shard.reduce(nodes, tables.sequences), strict=True)
+        rows = zip(queries, tables.states(self.index), tables.row, shard.merge(nodes, tables.sequences), strict=True)
         for query, state, row, root in rows:
             exact = Partial(*kernels.attend_exact(query, state.exact, row + 1))
             outputs.append(self.codec.conclude_table(root, exact).transpose(0, 1).flatten(1, 2))

@@ -143,8 +143,11 @@ class _Run:
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started
-        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
+        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}, layout {mesh.split.layout}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
+        if (copies := mesh.split.replicas(model.kv_heads)) > 1:
+            said = f"{model.kv_heads} KV heads for tp {mesh.tp}: each is kept by {copies} ranks, memory that sp would not take"
+            self._console.print(f"bitkv: {said}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
         self.checkpoints.load(self._engine, prompts)
         if self.checkpoints.fill is None:

@@ -53,16 +53,18 @@ def alike(tensors: list[torch.Tensor]) -> torch.Tensor:
 class SimulatedMesh:
     """The part of `Mesh` that an engine and a sharded model call."""
 
-    def __init__(self, meetings: _Meetings, rank: int, tp: int, layout: str) -> None:
+    def __init__(self, meetings: _Meetings, rank: int, tp: int, layout: str, exchange: str | None) -> None:
         self.tp, self.sp = tp, meetings.size // tp
         self.sp_rank, self.tp_rank = divmod(rank, tp)
         self._world, self._tp, self._sp = meetings.world, meetings.tp[self.sp_rank], meetings.sp[self.tp_rank]
         self.split = Split(self.tp, self.sp, self.tp_rank, self.sp_rank, layout)
         self.world = World(rank, self.tp * self.sp, rank, meetings.size, "here", "python", "threads", torch.device("cpu"), 1)
-        self.gathers = 0
+        self.gathers = self.sp_bytes = 0
+        self.exchange = exchange or ("alltoall" if self.split.helix else "allgather")
 
     def gather_sp(self, t: torch.Tensor) -> torch.Tensor:
         self.gathers += 1
+        self.sp_bytes += (self.sp - 1) * t.nbytes
         return alike(self._sp.exchange(self.sp_rank, t.clone()))
 
     def gather(self, t: torch.Tensor, everyone: bool) -> torch.Tensor:
@@ -71,7 +73,14 @@ class SimulatedMesh:
     def sum(self, t: torch.Tensor, everyone: bool) -> torch.Tensor:
         return self.gather(t, everyone).sum(0)
 
+    def sum_sp(self, t: torch.Tensor) -> torch.Tensor:
+        return alike(self._sp.exchange(self.sp_rank, t.clone())).sum(0)
+
+    def largest_sp(self, t: torch.Tensor) -> torch.Tensor:
+        return alike(self._sp.exchange(self.sp_rank, t.clone())).amax(0)
+
     def swap_sp(self, t: torch.Tensor) -> torch.Tensor:
+        self.sp_bytes += (self.sp - 1) * t.nbytes // self.sp
         return alike(self._sp.exchange(self.sp_rank, t.clone()))[:, self.sp_rank]
 
     def gather_objects(self, thing: Any) -> list[Any]:
@@ -94,13 +103,15 @@ class SimulatedMesh:
         return all(torch.equal(digests, other) for other in self.gather_objects(digests.clone()))
 
 
-def run(size: int, function: Callable, *args: Any, tp: int = 1, layout: str = "replicated") -> list[Any]:
+def run(
+    size: int, function: Callable, *args: Any, tp: int = 1, layout: str = "replicated", exchange: str | None = None
+) -> list[Any]:
     """The first failure of a rank is raised; the others are released from what they wait for."""
     meetings = _Meetings(size, tp)
 
     def rank_main(rank: int) -> Any:
         try:
-            return function(SimulatedMesh(meetings, rank, tp, layout), *args)
+            return function(SimulatedMesh(meetings, rank, tp, layout, exchange), *args)
         except BaseException:
             meetings.abort()
             raise

@@ -119,7 +119,7 @@ def test_a_world_of_one_needs_no_process_group(monkeypatch):
     assert torch.equal(mesh.broadcast_tensor(values), values)
     assert torch.equal(mesh.sum(values, True), values) and torch.equal(mesh.gather(values, False), values[None])
     assert torch.equal(mesh.swap_sp(values[None]), values[None])
-    assert (mesh.gathers, mesh.gathered_bytes) == (1, 0)
+    assert (mesh.gathers, mesh.sp_bytes) == (1, 0)
     mesh.ready()
     mesh.close()
 
@@ -136,7 +136,7 @@ def collectives(mesh):
         out = mesh.gather_sp(mine)
         others = torch.stack([torch.tensor([[r, 1], [-1.5, 0]]).to(dtype).T for r in (mesh.tp_rank, 2 + mesh.tp_rank)])
         gathered[dtype] = out.dtype == dtype and torch.equal(out, others)
-    counted = (mesh.gathers, mesh.gathered_bytes)
+    counted = (mesh.gathers, mesh.sp_bytes)
     shapes = [tuple(mesh.gather_sp(torch.zeros(shape)).shape) for shape in ((), (0, 3), (1,))]
     refusal = ""
     try:

@@ -47,7 +47,8 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
         torch.cuda.set_device(device)
     world = World(*place[:4], socket.gethostname(), place.launcher, backend, device, torch.get_num_threads())
     process = (os.getpid(), birth(os.getpid()))
-    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend)
+    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend,
+                    parallel.layout, parallel.exchange)  # fmt: skip
     heart, alarm = Heart(Pulse(), place.rank), None
     heart.roll = [me]
     if place.size > 1:
@@ -88,8 +89,8 @@ def _join(store: dist.Store, world: World, parallel: ParallelConfig) -> None:
 class Mesh:
     """The grid of ranks, `rank = sp_rank * tp + tp_rank`, and the collectives over it; in a world of one they are all local.
 
-    `gathers` and `gathered_bytes` count the calls of gather_sp and the bytes that this rank received through it. `roll` lists
-    all ranks.
+    `gathers` counts the calls of gather_sp, `sp_bytes` the bytes that this rank received from its SP group. `roll` lists all
+    ranks. `exchange`: see exchange.py.
     """
 
     def __init__(
@@ -105,8 +106,11 @@ class Mesh:
     ):
         self.world, self.tp, self.sp = world, tp, sp
         self.sp_rank, self.tp_rank = divmod(world.rank, tp)
-        self.split = Split(tp, sp, self.tp_rank, self.sp_rank)
-        self.gathers = self.gathered_bytes = 0
+        self.split = Split(tp, sp, self.tp_rank, self.sp_rank, parallel.layout)
+        self.exchange = parallel.exchange
+        if self.exchange == "auto":
+            self.exchange = "alltoall" if self.split.helix else "allgather"
+        self.gathers = self.sp_bytes = 0
         self.roll, self._pulse = heart.roll, heart.pulse
         self._parallel, self._alarm, self._check_shapes = parallel, alarm, check_shapes
         self._groups = [dist.group.WORLD] if world.size > 1 else []
@@ -141,7 +145,7 @@ class Mesh:
     def gather_sp(self, t: Tensor) -> Tensor:
         """[*s] on every rank of the SP group -> [sp, *s] in order of sp_rank; any dtype. s and dtype are the same on all."""
         self.gathers += 1
-        self.gathered_bytes += (self.sp - 1) * t.numel() * t.element_size()
+        self.sp_bytes += (self.sp - 1) * t.nbytes
         return self._gather(t, self._sp_group, self.sp)
 
     def gather(self, t: Tensor, everyone: bool) -> Tensor:
@@ -150,17 +154,32 @@ class Mesh:
 
     def sum(self, t: Tensor, everyone: bool) -> Tensor:
         """The sum over every rank (`everyone`), or over the TP group, in place of t; the same bits on all of them."""
-        group, size = self._among(everyone)
+        return self._reduce(t, *self._among(everyone), dist.ReduceOp.SUM)
+
+    def sum_sp(self, t: Tensor) -> Tensor:
+        """The sum over the SP group, in place of t."""
+        return self._reduce_sp(t, dist.ReduceOp.SUM)
+
+    def largest_sp(self, t: Tensor) -> Tensor:
+        """The element-wise maximum over the SP group, in place of t; over gloo a NaN may get lost."""
+        return self._reduce_sp(t, dist.ReduceOp.MAX)
+
+    def _reduce_sp(self, t: Tensor, op: dist.ReduceOp) -> Tensor:
+        self.sp_bytes += 2 * (self.sp - 1) * t.nbytes // self.sp  # as a ring: parts are reduced, then gathered
+        return self._reduce(t, self._sp_group, self.sp, op)
+
+    def _reduce(self, t: Tensor, group: dist.ProcessGroup | None, size: int, op: dist.ReduceOp) -> Tensor:
         if size > 1:
             t = t.contiguous()
             self._prepare(t, group, size)
-            dist.all_reduce(t, group=group)
+            dist.all_reduce(t, op=op, group=group)
         return t
 
     def swap_sp(self, t: Tensor) -> Tensor:
         """[sp, *s], t[i] for SP rank i -> [sp, *s], t[i] from SP rank i; any dtype."""
         if self.sp == 1:
             return t
+        self.sp_bytes += (self.sp - 1) * t.nbytes // self.sp
         self._prepare(t, self._sp_group, self.sp)
         mine = as_bytes(t)
         out = torch.empty_like(mine)

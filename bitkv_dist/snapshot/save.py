@@ -179,11 +179,13 @@ def saved_sequences(engine: Engine) -> list[SavedSequence]:
 
 
 def circumstances(engine: Engine) -> dict[str, str | int]:
-    """What the last bits of logits depend on, besides the cache and the weights; and sp, on which they do not depend."""
+    """What the last bits of logits depend on, besides the cache and the weights; on sp only with some layouts and exchanges."""
     device = engine.model.device
     return {
         "tp": engine.mesh.tp,
         "sp": engine.mesh.sp,
+        "layout": "helix" if engine.mesh.split.helix else "replicated",
+        "exchange": engine.mesh.exchange,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernel": dispatch.backend(device)[0],
