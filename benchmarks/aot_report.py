@@ -43,7 +43,7 @@ COLUMNS = {
     "mma": 3, "instr": 5, "limit": 12, "share": 5,
 }  # fmt: skip
 LEFT = ("kernel", "depth", "arch", "limit")
-PLANE_LOADS = ("load_planes", "load_codes")
+PLANE_LOADS = ("load_planes", "load_low", "load_scanned")
 NARROWEST_BITS = 64
 
 
