@@ -80,7 +80,8 @@ def plan(job: Job, machine: Machine, tp: int | None = None, sp: int | None = Non
 
 def grid_choices(job: Job, machine: Machine) -> list[tuple[int, int]]:
     """All (tp, sp) with tp x sp = the GPUs, tp inside a node."""
-    sizes = [tp for tp in job.shape.tp_choices() if machine.gpus % tp == 0 and tp <= machine.node_size]
+    served = [1] if job.config.codec == "tailored" else job.shape.tp_choices()  # one scale for all KV heads
+    sizes = [tp for tp in served if machine.gpus % tp == 0 and tp <= machine.node_size]
     found = [(tp, machine.gpus // tp) for tp in sizes if machine.gpus // tp <= LANES]
     if not found:
         most = f"{LANES * max(sizes)}, tp {max(sizes)} x sp {LANES}"
