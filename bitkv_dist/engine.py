@@ -11,7 +11,7 @@ import torch
 
 from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
-from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
@@ -61,8 +61,10 @@ class Engine:
         self.model, self.cache_config, self.mesh, self.config, self.audit = model, cache, mesh, generate, audit
         group = model.local_heads // model.local_kv_heads
         self.heads = HeadShape(
-            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
-        )
+            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group,
+            f"{model.fingerprint:016x}",
+        )  # fmt: skip
+        make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.size)

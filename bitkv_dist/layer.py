@@ -158,7 +158,8 @@ class PackedLayer:
         wanted = [i for i, own in enumerate(owned) if own or self.cache.audit]
         if not wanted:
             return
-        records = self.codec.encode(pages[0, wanted], pages[1, wanted])
+        place = [[first + i for i in wanted]] if self.codec.positional else []
+        records = self.codec.encode(pages[0, wanted], pages[1, wanted], *place)
         for i, record in zip(wanted, records, strict=True):
             granule, place = divmod(first + i, per_granule)
             if owned[i]:

@@ -30,10 +30,12 @@ SPARE_WORKSPACE_BYTES = 56 << 20
 
 @dataclass(frozen=True)
 class PageBytes:
-    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it."""
+    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it. books: bytes
+    of codebooks that all pages share."""
 
     stored: int
     read: float
+    books: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,42 +59,43 @@ class Job:
 
     @cached_property
     def page_bytes(self) -> PageBytes:
-        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype)
+        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype, self.shape.kv_heads)
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank allocates. `slack`: the part of `cache` that holds no sealed page. `prefill_peak`: what comes on top of
-    the rest while a prompt of the whole context is read."""
+    the rest while a prompt of the whole context is read. `books`: codebooks of calibrated codecs."""
 
     weights: int
     cache: int
     exact: int
     prefill_peak: int
     slack: int
+    books: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.exact + self.prefill_peak
+        return self.weights + self.cache + self.exact + self.prefill_peak + self.books
 
 
 @cache
-def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    """Of a page as the codecs of `config` write it."""
-    stored, read = 0, 0.0
+def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1) -> PageBytes:
+    """Of a page as the codecs of `config` write it; kv_heads matter to those that keep a token's scale for all of them."""
+    stored, read, books = 0, 0.0, 0
     found: dict[CacheConfig, PageBytes] = {}
     for index in range(layers):
         own = config.for_layer(index)
         if own not in found:
-            found[own] = layer_page(own, head_dim, dtype)
-        stored, read = stored + found[own].stored, read + found[own].read
-    return PageBytes(stored, read)
+            found[own] = layer_page(own, head_dim, dtype, kv_heads)
+        stored, read, books = stored + found[own].stored, read + found[own].read, books + found[own].books
+    return PageBytes(stored, read, books)
 
 
-def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
+def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int) -> PageBytes:
+    codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), 0)
     if config.codec != "planes":
-        return PageBytes(codec.record_bytes, codec.record_bytes)
+        return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
     bits = codec.count_reads(1, 1, 0).bits
     if config.refines:
         token_bits = codec.count_reads(1, 1, 1).bits - bits
@@ -133,7 +136,7 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     for rank, prompt in enumerate(shares(job, sp, job.context)):
         cache = reserved[rank] // GRANULE_TOKENS * granule
         slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
-        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack))
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, job.page_bytes.books // tp))
     return found
 
 
