@@ -61,7 +61,8 @@ def _show_network(console: Console, network: dict) -> None:
         table.add_row(f"{row['a']} - {row['b']}", f"{row['latency_us']:,.0f}", f"{row['gb_s']:,.2f}")
     console.print(table)
     reduced = "" if network["all_reduce_us"] is None else f", all-reduce {network['all_reduce_us']:,.0f} us"
-    collectives = f"exchange of a layer ({network['exchange']}) {network['exchange_us']:,.0f} us, token broadcast {network['broadcast_us']:,.0f} us"
+    exchange = f"exchange of a layer ({network['exchange']}) {network['exchange_us']:,.0f} us"
+    collectives = f"{exchange}, token broadcast {network['broadcast_us']:,.0f} us"
     console.print(f"network: {collectives}{reduced}; {network['step_ms']:,.2f} ms of each decode step")
 
 
