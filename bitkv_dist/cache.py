@@ -127,11 +127,16 @@ class PackedCache:
         """Storage of every live cache tensor on this rank, slack of preallocation included."""
         states = [state for layer in self.layers for state in layer.states]
         tables = self._tables.bytes if self._tables is not None else 0
-        return tables + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+        return tables + self.book_bytes + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+
+    @property
+    def book_bytes(self) -> int:
+        """Codebooks of calibrated codecs, on this rank."""
+        return sum(layer.codec.book_bytes for layer in self.layers)
 
     @property
     def stored_bits_per_element(self) -> float:
-        """Bits per key or value element of a sealed page, all metadata counted, mean over layers."""
+        """Bits per key or value element of a sealed page, all metadata in it counted, mean over layers."""
         record_bytes = sum(layer.codec.record_bytes for layer in self.layers) / len(self.layers)
         return record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
 

@@ -11,7 +11,7 @@ import torch
 
 from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
-from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
@@ -21,6 +21,7 @@ from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job
 from bitkv_dist.plan.models import from_config
 from bitkv_dist.plan.room import fitting_prefill, free_bytes
+from bitkv_dist.prompt import fitting_heads
 from bitkv_dist.sampling import Sampler, eos_ids
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -60,8 +61,10 @@ class Engine:
         self.model, self.cache_config, self.mesh, self.config, self.audit = model, cache, mesh, generate, audit
         group = model.local_heads // model.local_kv_heads
         self.heads = HeadShape(
-            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
-        )
+            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group,
+            f"{model.fingerprint:016x}",
+        )  # fmt: skip
+        make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.size)
@@ -141,7 +144,7 @@ class Engine:
                 raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
             return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
         caches = [self.cache, *(engine.cache for engine in others)]
-        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress)
+        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress, self.fitting_heads(prompts))
         owners = [
             placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, self.mesh.sp)
             for sequence, prompt in enumerate(prompts)
@@ -173,6 +176,12 @@ class Engine:
         self.ended = {}
         self.reserve(list(map(len, prompts)))
 
+    def fitting_heads(self, prompts: list[list[int]]) -> int:
+        """How many KV heads of the prompts' exact keys to hold at a time. ValueError where one is too much."""
+        limit, heads = self.config.prefill_memory_gb, self.heads
+        shape = (heads.kv_heads, heads.head_dim, heads.dtype.itemsize)
+        return fitting_heads(None if limit is None else limit * 1e9, list(map(len, prompts)), shape, self.mesh.sp)
+
     def choose_prefill(self, prompts: list[list[int]]) -> str:
         """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
         if self.config.prefill != "auto":
@@ -181,7 +190,7 @@ class Engine:
         context = min(max(map(len, prompts)) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
         job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk,
-                  layout=mesh.split.layout)  # fmt: skip
+                  self.config.prefill_memory_gb, layout=mesh.split.layout)  # fmt: skip
         free = mesh.gather_objects(free_bytes(model.device, mesh.world.local_size))
         return fitting_prefill(job, mesh.tp, mesh.sp, free)
 

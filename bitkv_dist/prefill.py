@@ -22,13 +22,18 @@ def run_layer(
 
 
 def exact(
-    model: ServedModel, caches: list[PackedCache], prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress
+    model: ServedModel,
+    caches: list[PackedCache],
+    prompts: list[list[int]],
+    rounds: list[list[Part | None]],
+    progress: Progress,
+    heads_at_once: int | None = None,
 ) -> torch.Tensor:
     """Walk the layers, not the prompt: all chunks go through a layer with its exact keys, then its pages are sealed.
 
     rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token
     ever sees a quantised key, so one walk fills all `caches`. Memory: hidden states of this rank's chunks and the keys and
-    values of one layer.
+    values of one layer, whole or (heads_at_once) for some KV heads at a time, see prompt.py.
     Returns hidden [sequences, E] of the last tokens; only the rows whose last chunk is this rank's are filled.
     """
     cache = caches[0]
@@ -42,7 +47,7 @@ def exact(
         states.copy_(model.embed(as_ids(prompts[sequence][start : start + tokens], model))[0])
     for index, (layer, *others) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         for sequence, prompt in enumerate(prompts):
-            layer.begin_prompt(sequence, len(prompt), others)
+            layer.begin_prompt(sequence, len(prompt), others, heads_at_once)
         for turn, parts in enumerate(rounds):
             own = parts[rank]
             cache.step = Step([own[0]] if own else [], round=parts)

@@ -90,6 +90,7 @@ def cache_report(engine: Engine) -> dict:
         "ratio_total": ratio(bf16_bytes, sum(bytes_per_rank)),
         "bytes_total": sum(bytes_per_rank),
         "bytes_per_rank": bytes_per_rank,
+        "codebook_bytes_per_rank": cache.book_bytes,
         "bf16_bytes": bf16_bytes,
         "ratio": 16 / cache.stored_bits_per_element,
         "copies": mesh.split.replicas(model.kv_heads),

@@ -15,7 +15,8 @@ _MODEL = (
     ("--weights", "generate.weights", "kept in: model (that is --dtype), bfloat16 (rounding if need be) or auto (if not)"),
 )
 _CACHE = (
-    ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline) or exact"),
+    ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline), exact, tailored or residual"),
+    ("--calibration", "cache.calibration", "tailored, residual: the file that bitkv calibrate made"),
     ("--kv-bits", "cache.kv_bits", "bits of keys and values, all scanned; 16 = exact"),
     ("--key-bits", "cache.key_bits", "bits stored of a key element"),
     ("--value-bits", "cache.value_bits", "bits stored of a value element"),

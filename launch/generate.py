@@ -32,6 +32,7 @@ NAME = "generate"
 STDOUT = "-"
 _VALUES = (
     ("--prefill", "generate.prefill", "exact, packed, or auto: exact if it fits into memory"),
+    ("--prefill-memory", "generate.prefill_memory_gb", "GB that a layer's prompt keys may take; less means more exchange"),
     ("--chunk", "generate.chunk", "tokens per piece of prefill work; divides 512"),
     ("--max-new-tokens", "generate.max_new_tokens", "tokens to generate at most"),
     ("--temperature", "generate.temperature", "0 = greedy"),

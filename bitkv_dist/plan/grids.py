@@ -81,7 +81,10 @@ def plan(job: Job, machine: Machine, tp: int | None = None, sp: int | None = Non
 
 def grid_choices(job: Job, machine: Machine) -> list[tuple[int, int]]:
     """All (tp, sp) with tp x sp = the GPUs, tp inside a node."""
-    sizes = [tp for tp in tp_choices(job.shape.heads, job.shape.kv_heads) if machine.gpus % tp == 0 and tp <= machine.node_size]
+    served = tp_choices(job.shape.heads, job.shape.kv_heads)
+    if job.config.codec == "tailored":  # one scale for all KV heads
+        served = [1]
+    sizes = [tp for tp in served if machine.gpus % tp == 0 and tp <= machine.node_size]
     found = [(tp, machine.gpus // tp) for tp in sizes if machine.gpus // tp <= LANES]
     if not found:
         most = f"{LANES * max(sizes)}, tp {max(sizes)} x sp {LANES}"

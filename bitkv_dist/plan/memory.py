@@ -16,6 +16,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.parallel import placement
 from bitkv_dist.plan.models import ModelShape
+from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
 from bitkv_dist.split import Split
 
@@ -29,10 +30,12 @@ SPARE_WORKSPACE_BYTES = 56 << 20
 
 @dataclass(frozen=True)
 class PageBytes:
-    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it."""
+    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it. books: bytes
+    of codebooks that all pages share."""
 
     stored: int
     read: float
+    books: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Job:
     dtype: torch.dtype = torch.bfloat16  # of weights, hidden states and exact tokens
     prefill: str = "exact"
     chunk: int = GRANULE_TOKENS
+    prefill_memory_gb: float | None = None  # what the keys and values of one layer may take in an exact prefill
     page: PageBytes | None = field(default=None)  # None = as `config` stores it
     layout: str = "replicated"
 
@@ -55,42 +59,43 @@ class Job:
 
     @cached_property
     def page_bytes(self) -> PageBytes:
-        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype)
+        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype, self.shape.kv_heads)
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank allocates. `slack`: the part of `cache` that holds no sealed page. `prefill_peak`: what comes on top of
-    the rest while a prompt of the whole context is read."""
+    the rest while a prompt of the whole context is read. `books`: codebooks of calibrated codecs."""
 
     weights: int
     cache: int
     exact: int
     prefill_peak: int
     slack: int
+    books: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.exact + self.prefill_peak
+        return self.weights + self.cache + self.exact + self.prefill_peak + self.books
 
 
 @cache
-def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    """Of a page as the codecs of `config` write it."""
-    stored, read = 0, 0.0
+def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1) -> PageBytes:
+    """Of a page as the codecs of `config` write it; kv_heads matter to those that keep a token's scale for all of them."""
+    stored, read, books = 0, 0.0, 0
     found: dict[CacheConfig, PageBytes] = {}
     for index in range(layers):
         own = config.for_layer(index)
         if own not in found:
-            found[own] = layer_page(own, head_dim, dtype)
-        stored, read = stored + found[own].stored, read + found[own].read
-    return PageBytes(stored, read)
+            found[own] = layer_page(own, head_dim, dtype, kv_heads)
+        stored, read, books = stored + found[own].stored, read + found[own].read, books + found[own].books
+    return PageBytes(stored, read, books)
 
 
-def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
+def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int) -> PageBytes:
+    codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), 0)
     if config.codec != "planes":
-        return PageBytes(codec.record_bytes, codec.record_bytes)
+        return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
     bits = codec.count_reads(1, 1, 0).bits
     if config.refines:
         token_bits = codec.count_reads(1, 1, 1).bits - bits
@@ -131,7 +136,7 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     for rank, prompt in enumerate(shares(job, sp, job.context)):
         cache = reserved[rank] // GRANULE_TOKENS * granule
         slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
-        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack))
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, job.page_bytes.books // tp))
     return found
 
 
@@ -165,8 +170,20 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    layer = job.batch * job.context * 2 * len(job.split(tp, sp).kv_heads(shape.kv_heads)) * shape.head_dim * element
-    return max(hidden + layer + exact_workspace(job, tp, sp), logits)
+    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def prompt_keys(job: Job, tp: int, sp: int) -> int:
+    """Keys and values of one layer, as far as `prefill_memory_gb` lets every rank have them whole."""
+    heads = (len(job.split(tp, sp).kv_heads(job.shape.kv_heads)), job.shape.head_dim, job.dtype.itemsize)
+    lengths = [job.context] * job.batch
+    if job.prefill_memory_gb is None:
+        return prompt_bytes(lengths, heads, sp, heads[0])
+    try:
+        at_once = fitting_heads(job.prefill_memory_gb * 1e9, lengths, heads, sp)
+    except ValueError:  # the run will say so
+        at_once = 1
+    return prompt_bytes(lengths, heads, sp, at_once)
 
 
 def exact_workspace(job: Job, tp: int, sp: int) -> int:

@@ -199,7 +199,7 @@ class Manifest:
 
 def plain(config: CacheConfig) -> dict[str, Any]:
     """A configuration as JSON reads it back."""
-    return json.loads(json.dumps(asdict(config)))
+    return json.loads(json.dumps(config.identity()))
 
 
 def content_digest(content: dict[str, Any]) -> str:
