@@ -59,6 +59,7 @@ class ServedModel:
     max_positions: int
     split: Split = field(default_factory=Split)
     decoder: Decoder | None = None  # decode steps by our own kernels; None: by the module's layers
+    undecoded: str | None = None  # why by these
     widened: Widened | None = None  # the module's weights in `dtype`, where they are kept in another type
     shards: Shards | None = None  # of a model whose weights several ranks share
 
@@ -187,7 +188,7 @@ def load(
     shards = shard(module, ranks, head_dim_of(config), kept) if split.parts > 1 else None
     module.to(device)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    decodes = unserved(config, kept, device, split) is None
+    undecoded = unserved(config, kept, device, split)
     return ServedModel(
         name=source,
         config=module.config,
@@ -206,7 +207,8 @@ def load(
         first_kv_head=split.kv_heads(kv_heads).start,
         max_positions=max_positions_of(config),
         split=split,
-        decoder=Decoder(module, head_dim_of(config)) if decodes else None,
+        decoder=None if undecoded else Decoder(module, head_dim_of(config)),
+        undecoded=undecoded,
         widened=Widened(module) if kept != dtype else None,
         shards=shards,
     )

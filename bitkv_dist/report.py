@@ -15,6 +15,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     """The JSON object of a run (schema 1); collective, every rank calls it."""
     mesh, world = engine.mesh, engine.mesh.world
     kv = cache_report(engine)
+    shared = "helix" if mesh.split.helix else "replicated"
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "schema": 1,
@@ -24,7 +25,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "finish_reason": result.finish_reason,
         "prefill": engine.prefill,
         "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
-        "promise": promise.over_grids(str(engine.model.dtype).removeprefix("torch."), *how_shared(engine)),
+        "promise": promise.over_grids(str(engine.model.dtype).removeprefix("torch."), shared, mesh.exchange),
         "exchange": exchange_report(engine),
         "kv": kv,
         "timing": {
@@ -41,12 +42,6 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     }
 
 
-def how_shared(engine: Engine) -> tuple[str, str]:
-    """(layout, exchange), as far as they make a difference on this grid."""
-    mesh = engine.mesh
-    return "helix" if mesh.split.helix else "replicated", mesh.exchange if mesh.sp > 1 else "allgather"
-
-
 def exchange_report(engine: Engine) -> dict:
     """The layout of the weights, how attention is exchanged over the SP ranks, and the bytes that a rank receives through it
     per layer, mean over decode steps (all sequences of the batch together); None before a step."""
@@ -56,8 +51,8 @@ def exchange_report(engine: Engine) -> dict:
 
 
 def kernel_report(engine: Engine) -> dict:
-    """Which kernels encoded and attended to sealed pages, and why these; the type that the weights are kept in; whether decode
-    steps were graphs."""
+    """Which kernels encoded and attended to sealed pages, and why these; what did the rest of a decode step, the type that the
+    weights are kept in, and whether decode steps were graphs."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
     codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
@@ -65,7 +60,8 @@ def kernel_report(engine: Engine) -> dict:
     if backend != dispatch.REFERENCE and unserved:
         backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
     weights = str(engine.model.weights).removeprefix("torch.")
-    return {"backend": backend, "reason": reason, "weights": weights, "graph": engine.config.graph}
+    dense = f"torch ({engine.model.undecoded})" if engine.model.undecoded else "compiled"
+    return {"backend": backend, "reason": reason, "dense": dense, "weights": weights, "graph": engine.config.graph}
 
 
 def cache_report(engine: Engine) -> dict:

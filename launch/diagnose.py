@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     mesh.ready()
 
     world = {"size": mesh.world.size, "tp": mesh.tp, "sp": mesh.sp}
-    world |= {"launcher": mesh.world.launcher, "backend": mesh.world.backend}
+    world |= {"layout": mesh.split.layout, "launcher": mesh.world.launcher, "backend": mesh.world.backend}
     world["ranks"] = probes.hosts(mesh, config_digest(run.cache))
     report = {"schema": 1, "ok": True, "world": world, "rotation": _rotation(mesh, model, run.cache, args.inject)}
     report["versions"] = {"mismatches": probes.unlike_versions(world["ranks"])}

@@ -88,7 +88,8 @@ class Texts:
 def start_up_line(entry: Entry) -> str:
     """What one rank runs on."""
     threads = f"{entry.threads} thread" + ("s" if entry.threads != 1 else "")
-    return f"bitkv: {entry.name} on {entry.device}, backend {entry.backend}, {threads}"
+    cores = f" on cores {entry.cores}" if entry.cores else ""
+    return f"bitkv: {entry.name} on {entry.device}, backend {entry.backend}, {threads}{cores}"
 
 
 def summary(report: dict[str, Any]) -> list[str]:

@@ -26,14 +26,16 @@ LAUNCHERS = ("deepspeed", "torchrun", "mpirun")
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 120, **parallel: str) -> list[Any]:
+def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 120, **parallel: Any) -> list[Any]:
     """`function(mesh, *args)` of every rank, in rank order. It must stand at the top level of its file, its values must pickle.
 
-    parallel: other fields of ParallelConfig. Ranks check the shapes that they gather. A rank that raises fails the test with the tracebacks of all ranks.
+    parallel: other fields of ParallelConfig. Ranks check the shapes that they gather. A rank that raises fails the test with
+    the tracebacks of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder, "task")
-        task.write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, {"tp": tp} | parallel)))
+        settings = {"tp": tp} | parallel
+        task.write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, settings)))
         port = free_port()
         ranks = [_start_rank(rank, size, port, Path(folder)) for rank in range(size)]
         try:

@@ -17,6 +17,7 @@ from bitkv_dist.config import ParallelConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.alarm import Alarm, Say
+from bitkv_dist.parallel.binding import bind, listed
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
 from bitkv_dist.parallel.parents import birth
 from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, interruptible, mpi_rendezvous
@@ -45,10 +46,11 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
         torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    cores = bind(place, device, torch.get_num_threads()) if parallel.bind == "auto" else None
     world = World(*place[:4], socket.gethostname(), place.launcher, backend, device, torch.get_num_threads())
     process = (os.getpid(), birth(os.getpid()))
     me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend,
-                    parallel.layout, parallel.exchange)  # fmt: skip
+                    parallel.layout, parallel.exchange, listed(cores or ()))  # fmt: skip
     heart, alarm = Heart(Pulse(), place.rank), None
     heart.roll = [me]
     if place.size > 1:
@@ -107,9 +109,8 @@ class Mesh:
         self.world, self.tp, self.sp = world, tp, sp
         self.sp_rank, self.tp_rank = divmod(world.rank, tp)
         self.split = Split(tp, sp, self.tp_rank, self.sp_rank, parallel.layout)
-        self.exchange = parallel.exchange
-        if self.exchange == "auto":
-            self.exchange = "alltoall" if self.split.helix else "allgather"
+        auto = "alltoall" if self.split.helix else "allgather"
+        self.exchange = auto if sp == 1 or parallel.exchange == "auto" else parallel.exchange
         self.gathers = self.sp_bytes = 0
         self.roll, self._pulse = heart.roll, heart.pulse
         self._parallel, self._alarm, self._check_shapes = parallel, alarm, check_shapes

@@ -37,6 +37,7 @@ class Entry:
     backend: str
     layout: str = "replicated"
     exchange: str = "auto"
+    cores: str = ""  # that it was bound to
 
     @property
     def name(self) -> str:
