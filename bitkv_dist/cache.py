@@ -20,7 +20,8 @@ class Shard:
     """A rank's part in the sequence: which granules it owns and how partials and prompt keys of all ranks come together.
 
     nodes: merge-tree nodes that the ranks share. owns(granule, sequence). reduce(nodes of each sequence, sequences) -> roots.
-    gather: [*s] -> [ranks, *s].
+    exchange: the same for a layer's attention, where the roots of heads that this rank does not go on with may stay empty; None
+    = reduce. gather: [*s] -> [ranks, *s].
     """
 
     rank: int = 0
@@ -29,6 +30,11 @@ class Shard:
     owns: Callable[[int, int], bool] = lambda granule, sequence: True
     reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [root(node) for node in nodes]
     gather: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unsqueeze(0)
+    exchange: Callable[[list[Partial], list[int]], list[Partial]] | None = None
+
+    def merge(self, nodes: list[Partial], sequences: list[int]) -> list[Partial]:
+        """`exchange`."""
+        return (self.exchange or self.reduce)(nodes, sequences)
 
 
 @dataclass(frozen=True)

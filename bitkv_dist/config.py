@@ -14,6 +14,7 @@ from bitkv_dist.calibrated import Origin, read_origin
 from bitkv_dist.preset import read_preset
 from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, refuse, resolve, shown
 from bitkv_dist.schedule import LayerConfig, layer_numbers, layer_ranges
+from bitkv_dist.split import LAYOUTS
 
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
@@ -22,6 +23,7 @@ STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "
 CALIBRATED = ("tailored", "residual")  # codecs whose codebooks `bitkv calibrate` makes
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "model", "bfloat16")
+EXCHANGES = ("auto", "allgather", "alltoall", "allreduce")
 _CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers",
                  "calibration", "calibration_digest")  # fmt: skip
 
@@ -234,6 +236,9 @@ class ParallelConfig:
     tp: int = 1
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
+    layout: str = "replicated"  # of the weights behind attention: replicated over SP | helix: shared by all ranks
+    exchange: str = "auto"  # of attention: allgather | alltoall | allreduce | auto = alltoall with helix, else allgather
+    bind: str = "auto"  # auto: each rank to its own cores, or those near its GPU, where the launcher has not | none
     cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
@@ -244,6 +249,12 @@ class ParallelConfig:
         if self.sp is not None:
             between(self, "sp", 1, LANES)
         one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "layout", LAYOUTS)
+        one_of(self, "exchange", EXCHANGES)
+        if self.exchange == "alltoall" and self.layout != "helix":
+            rule = "it leaves each rank with some heads alone, and layout replicated needs all of them"
+            refuse(self, "exchange", rule, "take allgather, or layout helix")
+        one_of(self, "bind", ("auto", "none"))
         one_of(self, "cpu_isa", ("auto", "avx512", "avxvnni", "avx2", "portable"))
         for name in ("start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
@@ -260,6 +271,7 @@ class GenerateConfig:
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
     weights: str = "auto"  # kept in: model = dtype | bfloat16, computing in dtype | auto = bfloat16 where that rounds nothing
     prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed | auto: exact if it fits
+    prefill_memory_gb: float | None = None  # of exact prefill: what one layer's prompt keys and values may take on a rank
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -276,6 +288,8 @@ class GenerateConfig:
     save_cache: str | None = None  # folder for a snapshot of the cache
     save_cache_at: str = "prefill"  # prefill: before the first token, to replay the run | end: after the last, to go on
     load_cache: str | None = None  # folder of a snapshot that the prompts begin with; without prompts it goes on
+    checkpoint: str | None = None  # folder that keeps the run while it lasts: the same run, started again, goes on from it
+    checkpoint_every: int = 256  # tokens of each sequence from one checkpoint to the next; the first is taken after the prefill
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -285,6 +299,11 @@ class GenerateConfig:
             one_of(self, "dtype", DTYPES)
         one_of(self, "weights", WEIGHTS)
         one_of(self, "prefill", ("exact", "packed", "auto"))
+        if self.prefill_memory_gb is not None:
+            if self.prefill_memory_gb <= 0:
+                refuse(self, "prefill_memory_gb", "must be above 0 GB", "leave it out to keep all prompt keys on every rank")
+            if self.prefill == "packed":
+                refuse(self, "prefill_memory_gb", "a packed prefill keeps no prompt keys", "leave it out")
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)
         between(self, "temperature", 0, None)
@@ -296,12 +315,15 @@ class GenerateConfig:
                 refuse(self, name, "temperature 0 is greedy and reads no filter", f"set temperature above 0 or {name} {off:g}")
         if self.sampling_seed is not None:
             between(self, "sampling_seed", 0, 2**64 - 1)
-        for name in ("save_cache", "load_cache"):
+        for name in ("save_cache", "load_cache", "checkpoint"):
             if getattr(self, name) == "":
                 refuse(self, name, "must name a folder", "give its path or leave it out")
         one_of(self, "save_cache_at", ("prefill", "end"))
         if self.save_cache is None and self.save_cache_at != "prefill":
             refuse(self, "save_cache_at", "nothing is saved without save_cache", "give --save-cache DIR too")
+        between(self, "checkpoint_every", 1, None)
+        if self.checkpoint is None and self.checkpoint_every != 256:
+            refuse(self, "checkpoint_every", "nothing is kept without checkpoint", "give --checkpoint DIR too")
         if "" in self.stop:
             refuse(self, "stop", "an empty stop string would stop at once", "leave it out")
 

@@ -16,11 +16,12 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
-from bitkv_dist.parallel.exchange import combine
+from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job
 from bitkv_dist.plan.models import from_config
 from bitkv_dist.plan.room import fitting_prefill, free_bytes
+from bitkv_dist.prompt import fitting_heads
 from bitkv_dist.sampling import Sampler, eos_ids
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -28,6 +29,10 @@ REASONS = {STOP: "stop", LENGTH: "length"}
 
 OnToken = Callable[[int, int], bool]  # (sequence, token id) on rank 0 -> True ends the sequence
 Fill = Callable[[list[list[int]], prefill.Progress], torch.Tensor]  # prompts -> logits fp32 [sequences, vocab] after them
+
+
+def ignore(*_) -> None:
+    """A callback that does nothing."""
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Engine:
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.size)
+        self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
+        self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
         self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it
@@ -95,11 +102,15 @@ class Engine:
         keep: bool = False,
         fill: Fill | None = None,
         on_filled: Callable[[torch.Tensor], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
+        answered: Sequence[list[int]] = (),
     ) -> Result:
         """Continue the prompts (token ids, each at its own length). keep: append them to the sequences that the cache holds.
 
         on_token is called on rank 0 for every token as it comes and may end its sequence; on_prefill(done, all) counts prompt
         tokens. fill: brings the prompts into the cache in place of a prefill. on_filled sees the logits before the first token.
+        on_step(tokens) is called on every rank between two steps; tokens: of each answer that goes on. answered: what `fill`
+        has of each answer already.
         """
         keep = keep and self.cache is not None
         with torch.inference_mode():
@@ -112,7 +123,7 @@ class Engine:
                 on_filled(logits)
                 started += time.perf_counter() - filled
             prefilled = self.cached_tokens() - held
-            result = self.decode(logits, prompts, on_token, started)
+            result = self.decode(logits, prompts, on_token, started, on_step or ignore, answered)
             result.prefilled_tokens = prefilled
             return result
 
@@ -133,7 +144,7 @@ class Engine:
                 raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
             return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
         caches = [self.cache, *(engine.cache for engine in others)]
-        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress)
+        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress, self.fitting_heads(prompts))
         owners = [
             placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, self.mesh.sp)
             for sequence, prompt in enumerate(prompts)
@@ -149,6 +160,7 @@ class Engine:
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
+            exchange=self.exchange,
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.prefill = self.choose_prefill(prompts)
@@ -164,6 +176,12 @@ class Engine:
         self.ended = {}
         self.reserve(list(map(len, prompts)))
 
+    def fitting_heads(self, prompts: list[list[int]]) -> int:
+        """How many KV heads of the prompts' exact keys to hold at a time. ValueError where one is too much."""
+        limit, heads = self.config.prefill_memory_gb, self.heads
+        shape = (heads.kv_heads, heads.head_dim, heads.dtype.itemsize)
+        return fitting_heads(None if limit is None else limit * 1e9, list(map(len, prompts)), shape, self.mesh.sp)
+
     def choose_prefill(self, prompts: list[list[int]]) -> str:
         """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
         if self.config.prefill != "auto":
@@ -171,7 +189,8 @@ class Engine:
         model, mesh = self.model, self.mesh
         context = min(max(map(len, prompts)) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
-        job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk)
+        job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk,
+                  self.config.prefill_memory_gb)  # fmt: skip
         free = mesh.gather_objects(free_bytes(model.device, mesh.world.local_size))
         return fitting_prefill(job, mesh.tp, mesh.sp, free)
 
@@ -223,13 +242,17 @@ class Engine:
                 room = f"{self.model.name} has {self.model.max_positions} positions"
                 raise ValueError(f"prompt {sequence}: {held + len(prompt)} tokens, but {room}; shorten it")
 
-    def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float) -> Result:
+    def decode(self, logits: torch.Tensor, prompts: list[list[int]], on_token: OnToken | None, started: float,
+               on_step: Callable[[int], None] = ignore, answered: Sequence[list[int]] = ()) -> Result:
         """Sample, feed, repeat, until every sequence has ended; the prefill is what was done since `started`."""
         reasons = [self.ended.get(sequence, REASONS[LENGTH]) for sequence in range(len(prompts))]
-        result = Result(list(map(len, prompts)), [[] for _ in prompts], reasons)
+        answers = list(map(list, answered)) or [[] for _ in prompts]
+        result = Result(list(map(len, prompts)), answers, reasons)
         result.prefill_s = time.perf_counter() - started
         live = [sequence for sequence in range(len(prompts)) if sequence not in self.ended]
-        for step in range(self.config.max_new_tokens):
+        begun = list(map(len, answers))
+        first = max(begun, default=0)
+        for step in range(first, self.config.max_new_tokens):
             with one_torch_thread():
                 chosen = self.choose(logits, live, result, on_token)
             for sequence, (token, state) in zip(live, chosen, strict=True):
@@ -243,13 +266,20 @@ class Engine:
                 if state == STOP:
                     self.ended[sequence] = REASONS[STOP]
                 live = [other for other in live if other != sequence]
-            if step == 0:
+            if step == first:
                 result.first_token_s = time.perf_counter() - started
             if not live:
                 break
+            paused = time.perf_counter()
+            on_step(step + 1)
+            started += time.perf_counter() - paused
             self.mesh.mark(f"step {step + 1}")
+            received = self.mesh.sp_bytes
             logits = self.step(live)
-        result.decoded_tokens = sum(map(len, result.token_ids)) - sum(map(bool, result.token_ids))
+            self.exchanged_bytes += self.mesh.sp_bytes - received
+            self.exchanged_steps += 1
+        gained = [len(answer) - before for answer, before in zip(answers, begun, strict=True)]
+        result.decoded_tokens = sum(gained) - sum(map(bool, gained))
         if result.decoded_tokens:
             result.decode_s = time.perf_counter() - started - result.first_token_s
         return result
@@ -321,5 +351,3 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def ignore(done: float, total: int) -> None:
-    """A progress callback that shows nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 
+from bitkv_dist import promise
 from bitkv_dist.codec.interface import ReadCount
 from bitkv_dist.engine import Engine, Result
 from bitkv_dist.kernels import dispatch
@@ -23,6 +24,8 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "finish_reason": result.finish_reason,
         "prefill": engine.prefill,
         "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
+        "promise": promise.over_grids(str(engine.model.dtype).removeprefix("torch."), *how_shared(engine)),
+        "exchange": exchange_report(engine),
         "kv": kv,
         "timing": {
             "load_s": load_s,
@@ -36,6 +39,20 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "digest": {"rotation": engine.rotation_digest, "cache": engine.cache_digest() if engine.config.digest else None},
         "kernel": kernel_report(engine),
     }
+
+
+def how_shared(engine: Engine) -> tuple[str, str]:
+    """(layout, exchange), as far as they make a difference on this grid."""
+    mesh = engine.mesh
+    return "helix" if mesh.split.helix else "replicated", mesh.exchange if mesh.sp > 1 else "allgather"
+
+
+def exchange_report(engine: Engine) -> dict:
+    """The layout of the weights, how attention is exchanged over the SP ranks, and the bytes that a rank receives through it
+    per layer, mean over decode steps (all sequences of the batch together); None before a step."""
+    mesh = engine.mesh
+    received = ratio(engine.exchanged_bytes, engine.exchanged_steps * engine.model.layers)
+    return {"layout": mesh.split.layout, "kind": mesh.exchange, "bytes_per_layer": received}
 
 
 def kernel_report(engine: Engine) -> dict:
@@ -80,6 +97,7 @@ def cache_report(engine: Engine) -> dict:
         "codebook_bytes_per_rank": cache.book_bytes,
         "bf16_bytes": bf16_bytes,
         "ratio": 16 / cache.stored_bits_per_element,
+        "copies": mesh.split.replicas(model.kv_heads),
         "sealed_tokens": sealed,
         "exact_tokens": tokens - sealed,
     } | mass_report(engine)

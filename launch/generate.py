@@ -22,6 +22,8 @@ from bitkv_dist.config import RunConfig
 from bitkv_dist.launch import flags, shell
 
 if TYPE_CHECKING:
+    import torch
+
     from bitkv_dist.engine import Result
     from bitkv_dist.launch.display import Texts
     from bitkv_dist.parallel.mesh import Mesh
@@ -30,6 +32,7 @@ NAME = "generate"
 STDOUT = "-"
 _VALUES = (
     ("--prefill", "generate.prefill", "exact, packed, or auto: exact if it fits into memory"),
+    ("--prefill-memory", "generate.prefill_memory_gb", "GB that a layer's prompt keys may take; less means more exchange"),
     ("--chunk", "generate.chunk", "tokens per piece of prefill work; divides 512"),
     ("--max-new-tokens", "generate.max_new_tokens", "tokens to generate at most"),
     ("--temperature", "generate.temperature", "0 = greedy"),
@@ -39,6 +42,8 @@ _VALUES = (
     ("--save-cache", "generate.save_cache", "folder for a snapshot of the cache; replaces the one that is there"),
     ("--save-cache-at", "generate.save_cache_at", "prefill (before the first token, to repeat) or end (to go on)"),
     ("--load-cache", "generate.load_cache", "folder of a snapshot to start from"),
+    ("--checkpoint", "generate.checkpoint", "folder to keep the run in while it lasts; the same command goes on from there"),
+    ("--checkpoint-every", "generate.checkpoint_every", "tokens from one checkpoint to the next"),
 )
 _SWITCHES = (
     ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
@@ -65,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     from bitkv_dist.parallel import mesh as meshes
 
     transformers.logging.set_verbosity_error()
-    model_config = models.check(config.generate.model, config.parallel.tp)
+    model_config = models.check(config.generate.model, config.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = meshes.start(config.parallel, say=shell.say_for_all)
@@ -73,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prompts = mesh.broadcast(run.read_prompts() if run.leads else None)
         run.snapshots.check(prompts, model_config, asked.interactive)
+        run.checkpoints.check(prompts, model_config, asked.interactive)
         run.start(prompts)
         if asked.interactive:
             run.talk(prompts)
@@ -89,6 +95,7 @@ class _Run:
     """A run on one rank. What only rank 0 does stands behind `leads`."""
 
     def __init__(self, asked: argparse.Namespace, config: RunConfig, mesh: Mesh, max_positions: int) -> None:
+        from bitkv_dist.launch.checkpoints import Checkpoints
         from bitkv_dist.launch.display import Bar, Console
         from bitkv_dist.launch.snapshots import Snapshots
 
@@ -97,6 +104,7 @@ class _Run:
         self._console = Console(stderr=True, quiet=not self.leads, highlight=False, markup=False, soft_wrap=True)
         self._load_bar, self._prefill_bar = Bar(self._console), Bar(self._console, "tokens")
         self.snapshots = Snapshots(mesh, config, self._load_bar, self._console.print)
+        self.checkpoints = Checkpoints(mesh, config, self._load_bar, self._console.print)
         self._tokenizer, self._chat = None, False
         self._turns: list[tuple[Result, list[str]]] = []  # each call's result and, on rank 0, its texts
 
@@ -130,23 +138,38 @@ class _Run:
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
         self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
-        place = {"device": world.device, "weights": generate.weights}
-        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place, **shard)
+        place = {"device": world.device, "weights": generate.weights, "ranks": mesh}
+        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place)
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started
-        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
+        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}, layout {mesh.split.layout}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
+        if (copies := mesh.split.replicas(model.kv_heads)) > 1:
+            said = f"{model.kv_heads} KV heads for tp {mesh.tp}: each is kept by {copies} ranks, memory that sp would not take"
+            self._console.print(f"bitkv: {said}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
-        self.snapshots.load(self._engine, prompts)
+        self.checkpoints.load(self._engine, prompts)
+        if self.checkpoints.fill is None:
+            self.snapshots.load(self._engine, prompts)
 
     def batch(self, prompts: list[list[int]], keep: bool = False) -> None:
         """Generate for all prompts at once."""
         texts = self._texts(prompts) if self.leads else None
-        engine, fill = self._engine, None if keep else self.snapshots.fill
-        filled = partial(self.snapshots.filled, engine)
-        result = engine.generate(prompts, texts and texts.push, self._show_prefill, keep=keep, fill=fill, on_filled=filled)
+        engine, snapshots, checkpoints = self._engine, self.snapshots, self.checkpoints
+        for sequence, answer in enumerate(checkpoints.answered if self.leads else ()):
+            for token in answer:
+                texts.push(sequence, token)
+
+        def filled(logits: torch.Tensor) -> None:
+            snapshots.filled(engine, logits)
+            checkpoints.filled(engine, logits)
+
+        fill = None if keep else checkpoints.fill or snapshots.fill
+        result = engine.generate(
+            prompts, texts and texts.push, self._show_prefill, keep=keep, fill=fill,
+            on_filled=filled, on_step=partial(checkpoints.step, engine), answered=checkpoints.answered,
+        )  # fmt: skip
         self._turns.append((result, texts.finish() if texts else []))
 
     def talk(self, prompts: list[list[int]]) -> None:
@@ -160,6 +183,7 @@ class _Run:
 
     def end(self) -> None:
         self.snapshots.finish(self._engine)
+        self.checkpoints.finish()
 
     def report(self) -> None:
         """The summary, and the JSON object where it was asked for; of a conversation each turn is one text."""
@@ -173,7 +197,7 @@ class _Run:
             return
         self._console.print(*summary(last), sep="\n")
         results = [result for result, _ in self._turns]
-        last |= self.snapshots.report()
+        last |= self.snapshots.report() | self.checkpoints.report()
         last["text"] = [text for _, texts in self._turns for text in texts]
         for name in ("token_ids", "prompt_tokens", "finish_reason"):
             last[name] = [item for result in results for item in getattr(result, name)]

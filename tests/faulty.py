@@ -51,6 +51,13 @@ def happen(place: str, act: Callable) -> None:
     setattr(owner, name, wrapped)
 
 
+def killed_once(result):
+    """Dies unless torchrun has started it again."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+
 def boom(result):
     raise RuntimeError("boom")
 
@@ -58,6 +65,7 @@ def boom(result):
 ACTS = {
     "raise": ("step", boom),
     "kill-decode": ("step", lambda result: os.kill(os.getpid(), signal.SIGKILL)),
+    "kill-decode-once": ("step", killed_once),
     "kill-prefill": ("prefill", lambda result: os.kill(os.getpid(), signal.SIGKILL)),
     "stop": ("step", lambda result: os.kill(os.getpid(), signal.SIGSTOP) or result),
     "sleep": ("step", lambda result: time.sleep(1000)),

@@ -51,8 +51,7 @@ def served(model: Path, rank: int) -> models.ServedModel:
 
 def engine_of(mesh, model: Path, cache: str = "4bit", **generate) -> Engine:
     if mesh.tp > 1:
-        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        own = models.load(str(model), dtype=torch.float32, device=torch.device("cpu"), **shard)
+        own = models.load(str(model), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
     else:
         own = served(model, mesh.world.rank)
     return Engine(own, CACHES[cache], mesh, GenerateConfig(**{"max_new_tokens": NEW} | generate))

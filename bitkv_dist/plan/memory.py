@@ -16,7 +16,9 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.parallel import placement
 from bitkv_dist.plan.models import ModelShape
+from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
+from bitkv_dist.split import Split
 
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
@@ -47,7 +49,13 @@ class Job:
     dtype: torch.dtype = torch.bfloat16  # of weights, hidden states and exact tokens
     prefill: str = "exact"
     chunk: int = GRANULE_TOKENS
+    prefill_memory_gb: float | None = None  # what the keys and values of one layer may take in an exact prefill
     page: PageBytes | None = field(default=None)  # None = as `config` stores it
+    layout: str = "replicated"
+
+    def split(self, tp: int, sp: int) -> Split:
+        """What the fullest rank of a grid has of the model."""
+        return Split(tp, sp, layout=self.layout)
 
     @cached_property
     def page_bytes(self) -> PageBytes:
@@ -118,9 +126,9 @@ def rank_bytes(job: Job, tp: int, sp: int) -> RankBytes:
 def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     """What the ranks of a grid allocate, by sp_rank; the TP ranks behind one are alike."""
     shape, config, element = job.shape, job.config, job.dtype.itemsize
-    heads = shape.kv_heads // tp
+    heads = len(job.split(tp, sp).kv_heads(shape.kv_heads))
     granule = GRANULE_TOKENS // config.page_tokens * heads * job.page_bytes.stored
-    weights = shape.elements(tp) * element
+    weights = shape.elements(job.split(tp, sp)) * element
     exact = job.batch * shape.layers * 2 * heads * exact_rows(config) * shape.head_dim * element
     reserved = shares(job, sp, reserved_granules(config, job.context) * GRANULE_TOKENS)
     sealed = sealed_shares(job, sp)
@@ -162,32 +170,48 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    layer = job.batch * job.context * 2 * (shape.kv_heads // tp) * shape.head_dim * element
-    return max(hidden + layer + exact_workspace(job, tp, sp), logits)
+    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def prompt_keys(job: Job, tp: int, sp: int) -> int:
+    """Keys and values of one layer, as far as `prefill_memory_gb` lets every rank have them whole."""
+    heads = (len(job.split(tp, sp).kv_heads(job.shape.kv_heads)), job.shape.head_dim, job.dtype.itemsize)
+    lengths = [job.context] * job.batch
+    if job.prefill_memory_gb is None:
+        return prompt_bytes(lengths, heads, sp, heads[0])
+    try:
+        at_once = fitting_heads(job.prefill_memory_gb * 1e9, lengths, heads, sp)
+    except ValueError:  # the run will say so
+        at_once = 1
+    return prompt_bytes(lengths, heads, sp, at_once)
 
 
 def exact_workspace(job: Job, tp: int, sp: int) -> int:
-    """Temporaries of a chunk in a decoder layer, and the round's keys and values as they are exchanged. An estimate."""
-    shape, element = job.shape, job.dtype.itemsize
-    row = 2 * shape.kv_heads // tp * shape.head_dim * element
-    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row) + SPARE_WORKSPACE_BYTES
+    """Temporaries of a chunk in a decoder layer, and the round's keys and values as they are exchanged; with layout helix also
+    the chunks of all SP ranks on their way through the MLP. An estimate."""
+    shape, element, split = job.shape, job.dtype.itemsize, job.split(tp, sp)
+    row = 2 * len(split.kv_heads(shape.kv_heads)) * shape.head_dim * element
+    gathered = 2 * sp * shape.hidden * element if split.helix else 0
+    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row + gathered) + SPARE_WORKSPACE_BYTES
 
 
 def packed_workspace(job: Job, tp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention to sealed and to exact tokens. An upper estimate: plain
     torch holds scores, compiled kernels do not."""
-    shape, heads = job.shape, job.shape.heads // tp
+    shape, split = job.shape, job.split(tp, 1)
+    heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     per_query = -(-job.context // GRANULE_TOKENS) * heads * (shape.head_dim + 2)
     partials = max(per_query, min(PARTIALS_AT_ONCE, job.chunk * per_query))
     scores = min(SCORES_AT_ONCE, job.chunk * heads * job.context)
     rows = exact_rows(job.config) + job.chunk
-    dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 3 * heads * job.chunk * rows
+    dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
     attention = FLOAT32_BYTES * (2 * partials + 4 * scores + dense)
     return job.chunk * layer_row_bytes(job, tp) + attention + SPARE_WORKSPACE_BYTES
 
 
 def layer_row_bytes(job: Job, tp: int) -> int:
     """Bytes per token of a chunk in a decoder layer: the residual and its norm in fp32, projections, attention, the MLP."""
-    shape, element = job.shape, job.dtype.itemsize
-    heads = (2 * shape.heads + 2 * shape.kv_heads) // tp * shape.head_dim
-    return shape.hidden * (2 * element + 2 * FLOAT32_BYTES) + element * (heads + 3 * shape.intermediate // tp)
+    shape, element, split = job.shape, job.dtype.itemsize, job.split(tp, 1)
+    heads = 2 * len(split.heads(shape.heads, shape.kv_heads)) + 2 * len(split.kv_heads(shape.kv_heads))
+    columns = 3 * len(split.share(shape.intermediate))
+    return shape.hidden * (2 * element + 2 * FLOAT32_BYTES) + element * (heads * shape.head_dim + columns)

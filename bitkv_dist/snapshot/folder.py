@@ -25,6 +25,12 @@ def beside(folder: Path, suffix: str) -> Path:
     return folder.with_name(folder.name + suffix)
 
 
+def exists(folder: Path) -> bool:
+    """Whether there is a snapshot of that name, or something else in its place."""
+    folder = folder.expanduser().resolve()
+    return any(place.is_dir() and any(place.iterdir()) for place in (folder, beside(folder, ".old")))
+
+
 def find(folder: Path) -> Path:
     """Where the snapshot of that name is: the folder, or the copy that an interrupted save has put aside."""
     folder = folder.expanduser().absolute()
@@ -114,6 +120,14 @@ def remove(path: Path) -> None:
             entry.unlink()
     (path / MANIFEST).unlink(missing_ok=True)
     path.rmdir()
+
+
+def discard(folder: Path) -> None:
+    """Remove a snapshot."""
+    folder = folder.expanduser().resolve()
+    for place in (folder, beside(folder, ".old")):
+        if (place / MANIFEST).is_file():
+            remove(place)
 
 
 def flush(path: Path) -> None:

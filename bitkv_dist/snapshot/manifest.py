@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bitkv_dist.config import CacheConfig
+from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, free_of_sp
 from bitkv_dist.snapshot.folder import MANIFEST
 
 FORMAT, VERSION = "bitkv snapshot", 1
+DEFAULTS = {"layout": "replicated", "exchange": "allgather"}  # of snapshots that do not say
 PREFILL, END = "prefill", "end"
-IDENTICAL = "bit-identical"
-CLOSE = "identical while the logit margin exceeds 1e-3"
-BYTES = "the same sealed bytes; 16-bit rounding moves logits by more than 1e-3"  # tp 1 -> 2 in bfloat16: by 0.13, float32: 3e-6
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Manifest:
     """model: name, fingerprint, layers, kv_heads, head_dim. computed: what the last bits of logits depend on, and sp.
 
     digests: 16 hex digits for each layer and sequence (see tensors.digest); logits: the same for those of the last prompt
-    positions, None if they are not saved.
+    positions, None if they are not saved. run: of a checkpoint, the settings that its run chose its tokens with.
     """
 
     id: str
@@ -74,6 +73,7 @@ class Manifest:
     digests: list[list[str]]
     logits: str | None
     files: list[TensorFile]
+    run: dict[str, Any] | None = None
 
     # -- on disk
 
@@ -131,6 +131,20 @@ class Manifest:
                 remedy = "run with the configuration of the snapshot"
                 raise ValueError(f"cache.{name} is {there!r} there and {here!r} in this run; {remedy}")
 
+    def check_same_run(self, settings: dict[str, Any], prompts: Sequence[list[int]]) -> None:
+        """Refuse what is no checkpoint of a run with these settings and prompts."""
+        remedy = "start that run again as it was, or give another folder"
+        if self.run is None:
+            raise ValueError("holds a snapshot that --save-cache has made; give another folder, or load it with --load-cache")
+        for name, here in settings.items():
+            if self.run.get(name) != here:
+                raise ValueError(f"is of a run with {name} {self.run.get(name)!r}, here it is {here!r}; {remedy}")
+        if len(prompts) != len(self.sequences):
+            raise ValueError(f"is of a run with {len(self.sequences)} prompts, here are {len(prompts)}; {remedy}")
+        for index, (prompt, saved) in enumerate(zip(prompts, self.sequences, strict=True)):
+            if saved.tokens[: saved.prompt_tokens] != prompt:
+                raise ValueError(f"is of a run with another prompt {index}; {remedy}")
+
     def check_model(self, fingerprint: str, rotation: str, dtype: str) -> None:
         """Refuse other weights, other rotations, and pages of another type."""
         if self.model["fingerprint"] != fingerprint:
@@ -174,10 +188,13 @@ class Manifest:
             raise ValueError("all its sequences have ended; give a prompt or --interactive to go on")
 
     def promise(self, here: dict[str, Any]) -> str:
-        """What holds for the tokens of a run computed `here` against those of the run that saved, whatever the SP of both."""
-        if all(self.computed[name] == value for name, value in here.items() if name != "sp"):
+        """What holds for the tokens of a run computed `here` against those of the run that saved."""
+        there = DEFAULTS | self.computed
+        free = free_of_sp(here["layout"], here["exchange"])
+        same = all(there[name] == value for name, value in here.items() if name != "sp" or not free)
+        if same and (free or here["exchange"] != "allreduce"):
             return IDENTICAL
-        return CLOSE if here["dtype"] == self.computed["dtype"] == "float32" else BYTES
+        return CLOSE if here["dtype"] == there["dtype"] == "float32" else BYTES
 
 
 def plain(config: CacheConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,17 +28,25 @@ LOGITS_FILE = "logits.safetensors"
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
 
 
-def save(engine: Engine, folder: Path, logits: torch.Tensor | None = None, progress: Progress = lambda *_: None) -> int:
+def save(
+    engine: Engine,
+    folder: Path,
+    logits: torch.Tensor | None = None,
+    progress: Progress = lambda *_: None,
+    run: dict[str, Any] | None = None,
+    what: str = "save-cache",
+) -> int:
     """Put the engine's cache, and all that a run needs to go on from it, into `folder`; collective. Returns the bytes written.
 
-    logits: fp32 [sequences, vocabulary] of the last prompt positions, right after a prefill. A failure on any rank raises on
+    logits: fp32 [sequences, vocabulary] of the last prompt positions, right after a prefill. run: see Manifest; what: the flag
+    that asked for it. A failure on any rank raises on
     all of them and leaves the snapshot that was there (see folder.py). ValueError where the disk has no room or the folder is
     something else.
     """
     mesh = engine.mesh
     replacement = Replacement(Path(mesh.broadcast(str(folder.expanduser().resolve()))))
     writer = _Writer(engine, replacement.writing)
-    what = f"save-cache {folder}: nothing was saved, what was there is unchanged"
+    what = f"{what} {folder}: nothing was saved, what was there is unchanged"
     try:
         jointly(mesh, what, replacement.begin, leader_only=True)
         ident = mesh.broadcast(secrets.token_hex(16))
@@ -48,7 +56,7 @@ def save(engine: Engine, folder: Path, logits: torch.Tensor | None = None, progr
         for done, layers in enumerate(ranges, start=1):
             written.append(jointly(mesh, what, lambda layers=layers: writer.write(layers, ident)))
             progress("saving the cache", done, len(ranges))
-        return jointly(mesh, what, lambda: writer.finish(replacement, ident, written, logits), leader_only=True)[0]
+        return jointly(mesh, what, lambda: writer.finish(replacement, ident, written, logits, run), leader_only=True)[0]
     finally:
         replacement.abandon()
 
@@ -58,10 +66,13 @@ class _Writer:
 
     def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
+        self.is_copy = engine.mesh.split.replica(engine.model.kv_heads) > 0  # another TP rank writes the same heads
         self.leads_heads = engine.mesh.sp_rank == 0  # writes what all sequence ranks have alike
 
     def layer_bytes(self) -> list[int]:
         """Bytes that this rank writes of each layer."""
+        if self.is_copy:
+            return [0] * self.engine.model.layers
         found = []
         for layer in self.engine.cache.layers:
             total = 0
@@ -76,8 +87,11 @@ class _Writer:
         ids = 8 * sum(map(len, self.engine.histories))  # as text in the manifest
         require_space(self.place, sum(map(sum, sizes)) + ids + (0 if logits is None else logits.nbytes))
 
-    def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray]:
-        """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it."""
+    def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray] | None:
+        """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it; None: this rank has
+        none."""
+        if self.is_copy:
+            return None
         cache = self.engine.cache
         first = cache.heads.first_kv_head
         held: dict[str, torch.Tensor] = {}
@@ -94,9 +108,12 @@ class _Writer:
         size = write_tensors(self.place / name, held, ident)
         return TensorFile(name, size, (layers[0], layers[-1] + 1), (first, first + cache.heads.kv_heads)), digests
 
-    def finish(self, replacement: Replacement, ident: str, written: list, logits: torch.Tensor | None) -> int:
+    def finish(
+        self, replacement: Replacement, ident: str, written: list, logits: torch.Tensor | None, run: dict[str, Any] | None
+    ) -> int:
         """On rank 0: look whether all parts have arrived, write logits and manifest, and make the snapshot visible."""
         engine = self.engine
+        written = [list(filter(None, everyone)) for everyone in written]
         files = [file for everyone in written for file, _ in everyone]
         digests = [row for everyone in written for row in sum(digests for _, digests in everyone).tolist()]
         for file in files:
@@ -127,6 +144,7 @@ class _Writer:
             digests=[[f"{digest:016x}" for digest in layer] for layer in digests],
             logits=logits_digest,
             files=files,
+            run=run,
         )
         (self.place / MANIFEST).write_text(manifest.text(), encoding="utf-8")
         flush(self.place / MANIFEST)
@@ -134,14 +152,14 @@ class _Writer:
         return sum(file.bytes for file in files)
 
 
-def check_room(engine: Engine, folder: Path, lengths: list[int]) -> None:
+def check_room(engine: Engine, folder: Path, lengths: list[int], what: str = "save-cache") -> None:
     """Refuse, before a long prefill, a folder without room for the sealed pages of prompts of these lengths; collective."""
     blank = PackedCache(engine.cache_config, engine.heads, 1)
     state = blank.layers[0].states[0]
     pages = sum(state.sealed_at(length) - state.sink for length in lengths) // engine.cache_config.page_tokens
     needed = pages * engine.model.kv_heads * sum(layer.codec.record_bytes for layer in blank.layers)
     place = folder.expanduser().resolve().parent
-    jointly(engine.mesh, f"save-cache {folder}", lambda: require_space(place, needed), leader_only=True)
+    jointly(engine.mesh, f"{what} {folder}", lambda: require_space(place, needed), leader_only=True)
 
 
 def require_space(place: Path, needed_bytes: int) -> None:
@@ -161,11 +179,13 @@ def saved_sequences(engine: Engine) -> list[SavedSequence]:
 
 
 def circumstances(engine: Engine) -> dict[str, str | int]:
-    """What the last bits of logits depend on, besides the cache and the weights; and sp, on which they do not depend."""
+    """What the last bits of logits depend on, besides the cache and the weights; on sp only with some layouts and exchanges."""
     device = engine.model.device
     return {
         "tp": engine.mesh.tp,
         "sp": engine.mesh.sp,
+        "layout": "helix" if engine.mesh.split.helix else "replicated",
+        "exchange": engine.mesh.exchange,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernel": dispatch.backend(device)[0],
