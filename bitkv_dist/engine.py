@@ -190,7 +190,7 @@ class Engine:
         context = min(max(map(len, prompts)) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
         job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk,
-                  self.config.prefill_memory_gb)  # fmt: skip
+                  self.config.prefill_memory_gb, layout=mesh.split.layout)  # fmt: skip
         free = mesh.gather_objects(free_bytes(model.device, mesh.world.local_size))
         return fitting_prefill(job, mesh.tp, mesh.sp, free)
 
