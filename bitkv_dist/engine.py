@@ -60,7 +60,7 @@ class Engine:
         )
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
-            self.recorder.check(model.device, mesh.world.size)
+            self.recorder.check(model.device, mesh.world.backend, mesh.tp)
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
         self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it

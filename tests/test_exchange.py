@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.exchange import combine, in_tree_order
 from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, root
@@ -17,11 +18,11 @@ def random_nodes(count: int, rows: tuple[int, ...], seed: int) -> Partial:
     return Partial(torch.randn(count, *rows) * 5, torch.rand(count, *rows) + 1, torch.randn(count, *rows, DIM))
 
 
-def only(nodes: Partial, own: list[int]) -> Partial:
+def only(nodes: Partial, own: range) -> Partial:
     """The rank's own nodes; the others hold NaN, which must never reach anyone."""
     kept = Partial(*(torch.full_like(part, math.nan) for part in nodes))
     for part, whole in zip(kept, nodes, strict=True):
-        part[own] = whole[own]
+        part[list(own)] = whole[list(own)]
     return kept
 
 
@@ -79,3 +80,22 @@ def test_received_nodes_are_put_in_tree_order(ranks, sequence):
         for slot, residue in enumerate(residues(rank, sequence, ranks)):
             gathered[rank, slot] = residue
     assert in_tree_order(gathered, sequence, ranks).m.tolist() == list(range(residue_count(ranks)))
+
+
+def test_an_exchange_can_be_part_of_a_recorded_step():
+    """Nothing in it comes from the host; replayed on what other ranks send, it gives the root of that."""
+    pytest.importorskip("triton")
+    from tape import TapeRecorder
+
+    ranks, sequences, sent = 3, [0, 2], []
+    nodes = [random_nodes(residue_count(ranks), (2, 1, 3), sequence) for sequence in sequences]
+    for rank in range(ranks):
+        combine(nodes, sequences, rank, ranks, lambda t: sent.append(t) or t.expand(ranks, *t.shape))
+    received = torch.zeros(ranks, *sent[0].shape)
+    with dispatch.forced("triton"):
+        replay, output = TapeRecorder().record(
+            lambda: torch.stack([part.o for part in combine(nodes, sequences, 1, ranks, lambda t: received)])
+        )
+        received.copy_(torch.stack(sent))
+        replay()
+        assert torch.equal(output, torch.stack([root(node).o for node in nodes]))

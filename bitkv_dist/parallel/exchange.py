@@ -27,7 +27,9 @@ def combine(
     sent = []
     for node, sequence in zip(nodes, sequences, strict=True):
         own = residues(rank, sequence, ranks)
-        parts = [torch.cat((part[own], fill[len(own) :])) for part, fill in zip(node, blank, strict=True)]
+        # A slice, not a list: numbers from the host could not be part of a recorded step.
+        mine = slice(own.start, own.stop, own.step)
+        parts = [torch.cat((part[mine], fill[len(own) :])) for part, fill in zip(node, blank, strict=True)]
         sent.append(torch.cat((parts[0].unsqueeze(-1), parts[1].unsqueeze(-1), parts[2]), dim=-1))
     gathered = gather(torch.stack(sent))  # [ranks, sequences, slots, ..., 2 + D]
     return [root(in_tree_order(gathered[:, i], sequence, ranks)) for i, sequence in enumerate(sequences)]
@@ -35,7 +37,5 @@ def combine(
 
 def in_tree_order(gathered: torch.Tensor, sequence: int, ranks: int) -> Partial:
     """[ranks, slots, ..., 2 + D] of one sequence -> its V tree nodes, Partial [V, ...]."""
-    place = {u: (rank, slot) for rank in range(ranks) for slot, u in enumerate(residues(rank, sequence, ranks))}
-    source = [place[u] for u in range(residue_count(ranks))]
-    rows = gathered[[rank for rank, _ in source], [slot for _, slot in source]]
+    rows = gathered.roll(-sequence, 0).transpose(0, 1).flatten(0, 1)[: residue_count(ranks)]  # slot by slot, residue 0 first
     return Partial(rows[..., 0], rows[..., 1], rows[..., 2:])

@@ -21,9 +21,9 @@ def owner(granule: int, sequence: int, ranks: int) -> int:
     return (granule % residue_count(ranks) + sequence) % ranks
 
 
-def residues(rank: int, sequence: int, ranks: int) -> list[int]:
-    """The residues that `rank` computes for a sequence, ascending."""
-    return [u for u in range(residue_count(ranks)) if (u + sequence) % ranks == rank]
+def residues(rank: int, sequence: int, ranks: int) -> range:
+    """The residues that `rank` computes for a sequence."""
+    return range((rank - sequence) % ranks, residue_count(ranks), ranks)
 
 
 def slots(ranks: int) -> int:
