@@ -139,7 +139,7 @@ def kinds(ranks: int, tokens: int, batch: int, longest: int) -> list[str]:
 
 
 def decode(engine: Engine, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step and of its parts, means over ranks of each rank's median; and all ids."""
+    """Milliseconds of a median step and of its parts, means over the ranks; and all ids."""
     mesh, live = engine.mesh, list(range(engine.cache.sequences))
     ids: list[list[int]] = []
     marks: list[list[tuple[float, float, bool]]] = []  # of each step: arrival, departure, whether rank 0 alone is waited for
@@ -188,7 +188,7 @@ class noted:
 
 
 def split(everyone: list[tuple[list[float], list]], rank: int) -> dict[str, float]:
-    """Medians over the steps of one rank, in milliseconds."""
+    """The median step of one rank in milliseconds, and its parts by their shares of all steps."""
     times, steps = everyone[rank]
     found: dict[str, list[float]] = {name: [] for name in ("total", *PARTS)}
     for index, (seconds, marks) in enumerate(zip(times, steps, strict=True)):
@@ -200,7 +200,8 @@ def split(everyone: list[tuple[list[float], list]], rank: int) -> dict[str, floa
             exchanged += max(0.0, left - ready)
         for name, value in zip(found, (seconds, seconds - waited - exchanged, exchanged, waited), strict=True):
             found[name].append(value * 1e3)
-    return {name: statistics.median(values) for name, values in found.items()}
+    whole = statistics.median(found["total"])
+    return {name: whole * sum(values) / sum(found["total"]) for name, values in found.items()}
 
 
 def require_equal_ids(rows: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.partial import Partial, root
+from bitkv_dist.shortage import needing
 from bitkv_dist.tables import StepTables
 
 
@@ -88,7 +89,8 @@ class PackedCache:
         owned = sum(self.shard.owns(granule, sequence) for granule in range(granules))
         for layer in self.layers:
             layer.states[sequence].reserved_granules = granules
-            layer.states[sequence].sealed.reserve(owned)
+            with needing(f"the sealed pages of layer {layer.index}"):
+                layer.states[sequence].sealed.reserve(owned)
 
     @property
     def takes_tables(self) -> bool:

@@ -16,6 +16,7 @@ from bitkv_dist.rules import shown
 
 VERSION = 1
 KEY = "bitkv"
+FORMS = {"tailored": ("weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
 MOST_HEADER_BYTES = 1 << 24
 
 
@@ -24,8 +25,8 @@ class Origin:
     """Which codec and model a file was made for, and from what.
 
     fingerprint: 16 hex digits, see model.fingerprint_of. scale: whose channels share a token's scale ("all KV heads", or "none"
-    without one). texts: name, digest and tokens of each. lost: shares of energy that the codes lose, on the texts and on the part
-    of them that was held out. digest: 16 hex digits over all of this and the tensors.
+    without one). texts: name, digest and tokens of each. lost: shares of the variance that the codes lose, on the part of the
+    texts that taught and on the part that was held out. digest: 16 hex digits over all of this and the tensors.
     """
 
     version: int

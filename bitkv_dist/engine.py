@@ -20,9 +20,10 @@ from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job
 from bitkv_dist.plan.models import from_config
-from bitkv_dist.plan.room import fitting_prefill, free_bytes
+from bitkv_dist.plan.room import fitting_prefill, free_bytes, needed_bytes, ways_out
 from bitkv_dist.prompt import fitting_heads
 from bitkv_dist.sampling import Sampler, eos_ids
+from bitkv_dist.shortage import OutOfMemory, advice, needing
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 REASONS = {STOP: "stop", LENGTH: "length"}
@@ -72,6 +73,7 @@ class Engine:
         self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
+        self.room_bytes: int | None = None  # that this rank could allocate before the last prompt from the start
         self.graph: StepGraph | None = None  # of the decode step, where the configuration asks for it
         self.rotation_digest = agreement.require(mesh, model, cache, generate)
         self.pending: list[list[int]] = []  # each sequence's tokens that are not in the cache yet: the last one sampled
@@ -113,7 +115,9 @@ class Engine:
         has of each answer already.
         """
         keep = keep and self.cache is not None
-        with torch.inference_mode():
+        begun = self.histories if keep else [[] for _ in prompts]
+        lengths = [len(history) + len(prompt) for history, prompt in zip(begun, prompts, strict=True)]
+        with torch.inference_mode(), self.saying_what_fits(lengths):
             started = time.perf_counter()
             held = self.cached_tokens() + sum(map(len, self.pending)) if keep or fill else 0
             fill = fill or (self.append if keep else self.begin)
@@ -126,6 +130,19 @@ class Engine:
             result = self.decode(logits, prompts, on_token, started, on_step or ignore, answered)
             result.prefilled_tokens = prefilled
             return result
+
+    @contextmanager
+    def saying_what_fits(self, lengths: list[int]) -> Iterator[None]:
+        """Whoever runs out of memory meanwhile learns which tensor it was for and what would fit; lengths: tokens of each
+        sequence without its answer. Asks no other rank."""
+        try:
+            with needing("temporaries"):
+                yield
+        except OutOfMemory as error:
+            job, grid = self.job(lengths, self.prefill), (self.mesh.tp, self.mesh.sp)
+            needed, room = needed_bytes(job, *grid), self.room_bytes
+            ways = ways_out(job, *grid, needed - 1 if room is None else room)
+            raise OutOfMemory(error.tensor, error.size, advice(needed, room, ways)) from error
 
     def cached_tokens(self) -> int:
         """Tokens of all sequences that the cache holds."""
@@ -163,6 +180,7 @@ class Engine:
             exchange=self.exchange,
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
+        self.room_bytes = free_bytes(self.model.device, self.mesh.world.local_size)
         self.prefill = self.choose_prefill(prompts)
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
         if self.config.graph and not self.cache.takes_tables:
@@ -186,13 +204,16 @@ class Engine:
         """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
         if self.config.prefill != "auto":
             return self.config.prefill
-        model, mesh = self.model, self.mesh
-        context = min(max(map(len, prompts)) + self.config.max_new_tokens, model.max_positions)
+        free = self.mesh.gather_objects(self.room_bytes)
+        return fitting_prefill(self.job(list(map(len, prompts)), "exact"), self.mesh.tp, self.mesh.sp, free)
+
+    def job(self, lengths: list[int], prefill: str) -> Job:
+        """What the planner is asked about: as many sequences, each as long as the longest, with its answer."""
+        model = self.model
+        context = min(max(lengths) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
-        job = Job(shape, self.cache_config, context, len(prompts), model.dtype, "exact", self.config.chunk,
-                  self.config.prefill_memory_gb, layout=mesh.split.layout)  # fmt: skip
-        free = mesh.gather_objects(free_bytes(model.device, mesh.world.local_size))
-        return fitting_prefill(job, mesh.tp, mesh.sp, free)
+        return Job(shape, self.cache_config, context, len(lengths), model.dtype, prefill, self.config.chunk,
+                   self.config.prefill_memory_gb, layout=self.mesh.split.layout)  # fmt: skip
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
@@ -349,5 +370,3 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-

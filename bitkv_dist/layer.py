@@ -23,6 +23,7 @@ from bitkv_dist.kernels.reference import Query, Whole, attend_dense
 from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
 from bitkv_dist.prompt import Prompt
 from bitkv_dist.sequence import SequenceState
+from bitkv_dist.shortage import needing
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
@@ -44,10 +45,11 @@ class PackedLayer:
     def __init__(self, cache: PackedCache, index: int) -> None:
         self.cache, self.index = cache, index
         self.codec = make_codec(cache.config.for_layer(index), cache.heads, index)
-        self.states = [
-            SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning())
-            for _ in range(cache.sequences)
-        ]
+        with needing(f"the exact windows of layer {index}"):
+            self.states = [
+                SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning())
+                for _ in range(cache.sequences)
+            ]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
 
@@ -90,7 +92,8 @@ class PackedLayer:
         """Room for a prompt's exact keys and values; `others`: the same layer of caches that the prompt fills along."""
         state = self.states[sequence]
         at_once = None if self.cache.audit else heads_at_once  # an audit encodes the pages of all ranks
-        state.prompt = Prompt(sequence, tokens, self.cache.heads, self.cache.shard, at_once)
+        with needing(f"the prompt's exact keys and values in layer {self.index}"):
+            state.prompt = Prompt(sequence, tokens, self.cache.heads, self.cache.shard, at_once)
         learns = any(layer.states[sequence].tuning is not None for layer in (self, *others))
         state.probe_ends = probe_ends(tokens) if learns else []
 
@@ -163,7 +166,9 @@ class PackedLayer:
         for i, record in zip(wanted, records, strict=True):
             granule, place = divmod(first + i, per_granule)
             if owned[i]:
-                self.states[sequence].sealed.page(granule, place).copy_(record)
+                with needing(f"more sealed pages of layer {self.index}"):
+                    page = self.states[sequence].sealed.page(granule, place)
+                page.copy_(record)
             else:
                 self.audited.update({(sequence, first + i, head): digest(record[head]) for head in range(len(record))})
 

@@ -8,6 +8,7 @@ import torch
 
 from bitkv_dist.cache import PackedCache, Step
 from bitkv_dist.model import ServedModel
+from bitkv_dist.shortage import needing
 
 Progress = Callable[[float, int], None]  # (prompt tokens done, of all), called often
 Part = tuple[int, int, int]  # sequence, first token, tokens
@@ -41,7 +42,9 @@ def exact(
     total = sum(map(len, prompts))
     parts_here = [part for parts in rounds if (part := parts[rank])]
     # One block that every layer overwrites: tensors of a chunk's size that come and go leave holes between them.
-    block = torch.empty(sum(part[2] for part in parts_here), model.config.hidden_size, dtype=model.dtype, device=model.device)
+    rows = sum(part[2] for part in parts_here)
+    with needing("the prompt's hidden states"):
+        block = torch.empty(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
     hidden = dict(zip(parts_here, block.split([part[2] for part in parts_here]), strict=True))
     for (sequence, start, tokens), states in hidden.items():
         states.copy_(model.embed(as_ids(prompts[sequence][start : start + tokens], model))[0])

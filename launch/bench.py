@@ -62,7 +62,8 @@ class Bench:
             files = [path for path in self.asked.calibration if self.origin(path).codec == name]
             if len(files) != 1:
                 rule = f"{len(files)} files of --calibration hold its codebooks, it takes one"
-                raise ValueError(f"codec {name}: {rule}; give one made by bitkv calibrate --codec {name}, or name the files as columns")
+                remedy = f"give one made by bitkv calibrate --codec {name}, or name the files themselves"
+                raise ValueError(f"codec {name}: {rule}; {remedy}")
             name = files[0]
         if Path(name).suffix == ".safetensors":
             calibrated = {"cache.codec": self.origin(name).codec, "cache.calibration": name}
@@ -80,7 +81,8 @@ class Bench:
     def check_calibrations(self, caches: Iterable[CacheConfig]) -> None:
         """Refuse a file of --calibration that no cache reads."""
         for path in set(self.asked.calibration) - {cache.calibration for cache in caches}:
-            raise ValueError(f"calibration {path!r}: no column is codec {self.origin(path).codec}; add it to --compare or leave it out")
+            rule = f"nothing that is asked for is codec {self.origin(path).codec}"
+            raise ValueError(f"calibration {path!r}: {rule}; name the codec or leave it out")
 
     # -- texts
 

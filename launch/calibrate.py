@@ -14,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitkv_dist.calibrated import FORMS
 from bitkv_dist.config import CALIBRATED, RunConfig, build
 from bitkv_dist.launch import flags, shell
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from bitkv_dist.calibrated import Origin
 
 NAME = "calibrate"
-FORMS = {"tailored": ("weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
 LEAST_TOKENS = {"tailored": 2048, "residual": 512}  # that teach: two for each word, and enough for means
 LEAST_WINDOW = 64
 _FIELDS = (
@@ -110,7 +110,8 @@ def windows_of(texts: Iterable[Text], most: int) -> list[list[int]]:
     return [window for window in cut if len(window) >= LEAST_WINDOW]
 
 
-def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: list[Text], bar: Any) -> tuple[Origin, list[int]]:
+def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: list[Text],
+               bar: Any) -> tuple[Origin, list[int]]:
     """What was written, and (on rank 0) how many of all heads are weighted. Every rank fits every size-th layer."""
     import torch
 
@@ -174,7 +175,8 @@ def _parser() -> shell.Parser:
     group = parser.add_argument_group("fitting")
     group.add_argument("--tokens", type=int, default=16384, metavar="N", help="tokens of all texts together (16384)")
     group.add_argument("--window", type=int, default=4096, metavar="N", help="tokens read at a time, from position 0 (4096)")
-    group.add_argument("--vectors", type=int, default=8192, metavar="N", help="tokens that k-means sees, drawn at random (8192)")
+    says = "tokens that k-means sees, drawn at random (8192)"
+    group.add_argument("--vectors", type=int, default=8192, metavar="N", help=says)
     group.add_argument("--iterations", type=int, default=12, metavar="N", help="of k-means (12)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
     return parser

@@ -88,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration", **made, help="of bitkv calibrate: what columns tailored and residual read")
     flags.add_field_flags(parser.add_argument_group("model and window, the same for all columns"), _FIELDS)
     group = parser.add_argument_group("tasks")
-    _add(group, "--compare", _names, "NAMES", f"ppl, retrieval: presets, YAML or calibration files, codecs of --calibration; comma-separated ({COLUMNS})")
+    columns = f"ppl, retrieval: presets, YAML or calibration files, codecs of --calibration; comma-separated ({COLUMNS})"
+    _add(group, "--compare", _names, "NAMES", columns)
     _add(group, "--config", str, "NAME", "drift, sensitivity: one such (4bit; 1bit)")
     _add(group, "--positions", _positions, "A:B", "ppl, sensitivity: tokens to predict (512:1536; 512:1024)")
     _add(group, "--context", _list_of(int), "N,..", "retrieval: tokens of a prompt (2048); drift: of the text (2048)")

@@ -127,7 +127,7 @@ def _fail(error: BaseException, name: str, debug: bool) -> int:
 
 
 def _describe(error: BaseException, name: str, mesh=None, explain: bool = False) -> tuple[int, str]:
-    """(exit status, what to print; nothing where the user of a single process knows already).
+    """(exit status, what to print; nothing where the reader of a single process went away).
 
     explain: this rank reports, and may take seconds to find out what became of the others.
     """
@@ -139,7 +139,7 @@ def _describe(error: BaseException, name: str, mesh=None, explain: bool = False)
     if terminated and not missing:
         return TERMINATED, f"bitkv: {rank}: terminated (SIGTERM)"
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "" if alone else f"bitkv: {rank}: interrupted"
+        return INTERRUPTED, f"bitkv: interrupted{where}" if alone else f"bitkv: {rank}: interrupted"
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE, "" if alone else f"bitkv: {rank}: the reader of stdout went away"
     if isinstance(error, SystemExit):

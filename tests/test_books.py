@@ -71,7 +71,8 @@ def test_codes_and_words(width, count, stages, bits):
     assert x.shape == (3, 2, 24, 16)
     for page, head, token in ((0, 0, 0), (2, 1, 23), (1, 0, 8)):
         for group in range(16 // width):
-            word = sum(books.words[head, group, stage, index[page, head, group, stage, token]].float() for stage in range(stages))
+            chosen = index[page, head, group, :, token]
+            word = sum(books.words[head, group, stage, chosen[stage]].float() for stage in range(stages))
             for place in range(width):
                 channel = int(books.channels[head, group * width + place])
                 wanted = word[place] * 0.01 / books.weight[head, 0, channel] + books.center[head, 0, channel]
@@ -85,10 +86,10 @@ def test_a_second_stage_codes_what_the_first_leaves():
     torch.manual_seed(2)
     x = torch.randn(2, 2, 64, 16) * 4
     codes = books.encode(x)
-    whole = books.integers(((x - books.center) * books.weight).gather(-1, books.channels[:, None].expand(x.shape))
-                           .unflatten(-1, (4, 4)).transpose(-2, -3))  # fmt: skip
-    first = by_definition(whole, books.words[:, :, 0])
-    left = whole - torch.stack([torch.stack([books.words[h, g, 0].float()[first[:, h, g]] for g in range(4)], 1) for h in range(2)], 1)
+    placed = ((x - books.center) * books.weight).gather(-1, books.channels[:, None].expand(x.shape))
+    whole = books.integers(placed.unflatten(-1, (4, 4)).transpose(-2, -3))
+    first, words = by_definition(whole, books.words[:, :, 0]), books.words[:, :, 0].float()
+    left = whole - torch.stack([torch.stack([words[h, g][first[:, h, g]] for g in range(4)], 1) for h in range(2)], 1)
     second = by_definition(left, books.words[:, :, 1])
     for stage, index in enumerate((first, second)):
         for bit in range(4):

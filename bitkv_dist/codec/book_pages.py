@@ -3,8 +3,8 @@
 Keys are rebuilt from looked-up words and then turned by RoPE, once per KV head. The other exact way, tables of query times word
 per group, would have to keep the turning out of the table (a position turns each pair by another angle): as many products per
 token and query head as there are channels, after as many look-ups. Rebuilding costs two products per channel for the turn and
-one per channel and query head, and reads each word once for all heads of a group: it is cheaper from two query heads per KV head
-on. For values, which nobody turns, summing the weights of equal words first would save products.
+one per channel and query head, and reads each word once for all heads of a group: from two query heads per KV head on it is
+cheaper. For values, which nobody turns, summing the weights of equal words first would save products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FieldShape = tuple[str, torch.dtype, tuple[int, ...]]
 class BookCodec(DenseAttention):
     """Codebook pages; see interface.Codec. A page's record also holds its global index, which decoding turns keys by.
 
-    With `correction`, scores gain half their variance: what the calibration measured that words lose of each channel, weighed by
+    With `correction`, scores gain half their variance: what the words lose of a channel, as the calibration measured it, times
     the query's energy there (a pair's two channels alike, so that RoPE does not matter).
     """
 

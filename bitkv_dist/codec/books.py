@@ -76,7 +76,7 @@ class Books:
 
 
 def nearest(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """x [..., B.., P, n] of small whole numbers, words [B.., words, n] -> int64 [..., B.., P], a book's word for each vector."""
+    """x [..., B.., P, n] of small whole numbers, words [B.., words, n] -> int64 [..., B.., P], words by number."""
     batch = words.shape[:-2]
     shape, lead = x.shape[:-1], x.shape[: x.dim() - len(batch) - 2]
     by_book = x.reshape(-1, batch.numel(), *x.shape[-2:]).transpose(0, 1).flatten(1, 2)  # [books, vectors, n]
@@ -91,7 +91,7 @@ def nearest_in_book(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """
     matrix = torch.cat((2 * words.T, -(words * words).sum(-1)[None]))
     rows = torch.cat((x, x.new_ones(len(x), 1)), 1)
-    scores = x.new_empty(min(len(x), ROWS_AT_ONCE), len(words))  # one block for all: fresh pages of memory cost more than the sums
+    scores = x.new_empty(min(len(x), ROWS_AT_ONCE), len(words))  # one block for all: fresh memory costs more than the sums
     parts = (torch.mm(part, matrix, out=scores[: len(part)]) for part in rows.split(ROWS_AT_ONCE))
     return torch.cat([first_largest(part) for part in parts])
 

@@ -63,8 +63,9 @@ class LayerBooks:
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.origin = config.origin
         if heads.fingerprint not in (None, self.origin.fingerprint):
-            made = f"was made for {self.origin.model} with fingerprint {self.origin.fingerprint}, this model's is {heads.fingerprint}"
-            raise ValueError(f"cache.calibration {config.calibration!r}: {made}; calibrate with this model and --dtype")
+            made = f"was made for {self.origin.model} with fingerprint {self.origin.fingerprint}"
+            rule = f"{made}, this model's is {heads.fingerprint}"
+            raise ValueError(f"cache.calibration {config.calibration!r}: {rule}; calibrate with this model and --dtype")
         found = tensors_of(config.calibration, config.calibration_digest, heads.device)
         own = slice(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
         self.inv_freq = found["inv_freq"]

@@ -47,7 +47,8 @@ class Rope:
 def page_numbers(pages: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [n]; ValueError beyond the tabulated ones."""
     if pages and max(pages) >= PAGES:
-        raise ValueError(f"page {max(pages)}: keys before RoPE are served in pages below {PAGES}; use larger pages or codec planes")
+        rule = f"keys before RoPE are served in pages below {PAGES}"
+        raise ValueError(f"page {max(pages)}: {rule}; use larger pages or codec planes")
     return torch.tensor(list(pages), dtype=torch.int64, device=device)
 
 

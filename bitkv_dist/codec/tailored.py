@@ -1,7 +1,7 @@
 """A one-bit space tailored to a model (TaSQ, arXiv 2610.03027): keys before RoPE, weighted by the attention that each channel
 receives, in codebooks for groups of channels that vary together.
 
-One fp16 scale per token, the root mean square of the weighted keys of all KV heads together, stands in front of the keys' words;
+One fp16 scale per token, the root mean square of the weighted keys of all KV heads together, stands before the keys' words;
 values have none. Which groups, words and weights: the calibration file (fit/books.py makes it). 1,024 words for 8 channels are
 1.25 bits; the simpler form of the article, two levels for each channel, is the same with groups of one and two words.
 """

@@ -14,7 +14,6 @@ from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import group_channels
 from bitkv_dist.fit.sample import Window, turned
 
-FORMS = {"tailored": ("weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
 MARGIN = 1.25  # a vector this much farther out than the outermost word still keeps its place
 ANCHORS = 96  # queries of a window whose scores decide whether a head is weighted
 TRIAL = {"vectors": 2048, "words": 64, "iterations": 6}  # of the books that decide it
@@ -142,7 +141,8 @@ def value_books(tokens: Tokens, how: Fit) -> dict[str, torch.Tensor]:
     heads, _, dim = tokens.x.shape
     width, words = (1, 2) if how.form == "threshold" else (8, 1024)
     channels = torch.arange(dim).view(1, -1, width).expand(heads, -1, -1)
-    return fitted(tokens, tokens.x, channels, words, how) | {"center": torch.zeros(heads, dim), "weight": torch.ones(heads, dim)}
+    even = {"center": torch.zeros(heads, dim), "weight": torch.ones(heads, dim)}
+    return fitted(tokens, tokens.x, channels, words, how) | even
 
 
 # -- residual

@@ -53,8 +53,8 @@ class _Listener:
 @torch.inference_mode()
 def walk(model: ServedModel, windows: Sequence[list[int]], visit: Callable[[int, list[Window]], None],
          progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Calls visit(layer, what each window of token ids is there) for every layer in turn. Memory: hidden states of all tokens, and
-    the queries, keys and values of one layer."""
+    """Calls visit(layer, what each window of token ids is there) for every layer in turn. Memory: hidden states of all tokens,
+    and the queries, keys and values of one layer."""
     device = model.device
     rope = rope_of(model, GRANULE_TOKENS)
     hidden = [model.embed(torch.tensor([ids], device=device)) for ids in windows]
@@ -77,8 +77,9 @@ def rope_of(model: ServedModel, page_tokens: int) -> Rope:
 
 
 def window(rope: Rope, heard: _Listener) -> Window:
-    q, k = torch.cat(heard.q, 2), heard.k
-    return Window(unturned(rope, q.flatten(0, 1).float()).view(q.shape), unturned(rope, k.float()), heard.v.float(), heard.scaling)
+    q = torch.cat(heard.q, 2)
+    unturned_q = unturned(rope, q.flatten(0, 1).float()).view(q.shape)
+    return Window(unturned_q, unturned(rope, heard.k.float()), heard.v.float(), heard.scaling)
 
 
 def unturned(rope: Rope, x: torch.Tensor) -> torch.Tensor:
