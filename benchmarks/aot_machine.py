@@ -33,11 +33,14 @@ TENSOR_CORE = re.compile(r"^(\w*MMA|v_(s?mfmac?|wmma))[._]")
 
 @dataclass(frozen=True)
 class Code:
-    """One compiled kernel. instructions: its machine code in order; loops: (first, last) indices of loops without a loop
-    inside; loads: (source function, bits) of its global loads."""
+    """One compiled kernel. constants: its compile-time ones; data: the type of its first argument; instructions: its machine
+    code in order; loops: (first, last) indices of loops without a loop inside; loads: (source function, bits) of its global
+    loads."""
 
     name: str
     arch: str
+    constants: dict[str, object]
+    data: str
     warps: int
     regs: int
     spills: int
@@ -88,7 +91,8 @@ def compiling(arch: str, seen: set[str]) -> Iterator[list[Code]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            found.append(read(kernel, arch))
+            constants = {name: value for name, value in kwargs.items() if name.isupper()}
+            found.append(read(kernel, arch, constants, str(args[0].dtype).removeprefix("torch.")))
         return kernel
 
     JITFunction.run = compile_only
@@ -100,7 +104,7 @@ def compiling(arch: str, seen: set[str]) -> Iterator[list[Code]]:
         driver._active = before
 
 
-def read(kernel, arch: str) -> Code:
+def read(kernel, arch: str, constants: dict[str, object], data: str) -> Code:
     """The facts of a compiled kernel."""
     metadata, hip = kernel.metadata, TARGETS[arch].backend == "hip"
     if hip:
@@ -126,7 +130,8 @@ def read(kernel, arch: str) -> Code:
         regs = int(re.search(r"REG:(\d+)", usage)[1])
         spills = sum(bool(re.match(r"(LDL|STL)\b", instruction)) for instruction in instructions)
         loads = global_loads(kernel.asm["ptx"], r"\b(ld\.global[\w.]*|cp\.async\.c[ag][^;]*)", ptx_bits)
-    return Code(metadata.name, arch, metadata.num_warps, regs, spills, metadata.shared, instructions, loops, loads)
+    facts = metadata.num_warps, regs, spills, metadata.shared, instructions, loops, loads
+    return Code(metadata.name, arch, constants, data, *facts)
 
 
 def tool(name: str, *arguments: str) -> str:

@@ -1,12 +1,16 @@
 """What the compilers make of the Triton kernels, without a GPU, and what limits them.
 
-Every kernel and variant is compiled for sm_80, sm_90, sm_100 and gfx942 as the host code would launch it. Registers, spills,
-shared memory, widths of loads and instruction counts are facts; which of memory and instructions limits a kernel is a
-prediction from them. Exits 1 when a kernel spills, or when `decode` or `scan` loads code planes narrower than 64 bits or does
-without tensor cores.
+Every kernel is compiled for sm_80, sm_90, sm_100 and gfx942 as the host code would launch it: every depth at every head dim
+with four query heads to a KV head, and at every head dim the fewest and the most heads (1 and 16; 2 and 8 at D = 128).
+Registers, spills, shared memory, widths of loads and instruction counts are facts; which of memory and instructions limits a
+kernel is a prediction from them. Exits 1 when a kernel spills, or when `decode`, `tail` or `scan` loads code planes narrower
+than 64 bits or does without tensor cores.
 
-    python benchmarks/aot_report.py --json aot.json
+    python benchmarks/aot_report.py --jobs 2 --json aot.json          half an hour on two cores; what is compiled is kept
     python benchmarks/aot_report.py --arch sm_90 --dim 128 --kernel decode
+
+A row's `kernel` is what the step is called; `function` and `variant` tell the parts of one. `tail` is `decode` over the values
+of a tiered cache, whose key dots `scan` has found.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +43,17 @@ DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 HEADS, GROUP, PAGE_TOKENS, GRANULE_TOKENS = 8, 4, 128, 512
 SHARE = 0.05
-COLUMNS = {
-    "kernel": 12, "depth": 5, "D": 3, "G": 2, "arch": 6, "warps": 5, "regs": 4, "spills": 6, "shared": 6, "load_bits": 9,
-    "mma": 3, "instr": 5, "limit": 12, "share": 5,
+KERNELS = ("decode", "scan", "select", "tail", "refine", "encode", "exact", "merge", "query", "conclude")
+NAMES = {
+    "encode_side": "encode", "fill_lanes": "merge", "halve_lanes": "merge",
+    "quantize_rows": "query", "conclude_rows": "conclude",
 }  # fmt: skip
-LEFT = ("kernel", "depth", "arch", "limit")
-PLANE_LOADS = ("load_planes", "load_codes")
+COLUMNS = {
+    "kernel": 8, "variant": 10, "depth": 5, "D": 3, "G": 2, "arch": 6, "warps": 5, "regs": 4, "spills": 6, "shared": 6,
+    "load_bits": 9, "mma": 3, "instr": 5, "limit": 12, "share": 5,
+}  # fmt: skip
+LEFT = ("kernel", "variant", "depth", "arch", "limit")
+PLANE_LOADS = ("load_planes", "load_low", "load_scanned")
 NARROWEST_BITS = 64
 
 
@@ -67,12 +77,14 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A cache to compile for: stored and scanned bits of keys and values, head dim, query heads of a KV head."""
+    """A cache to compile for: stored and scanned bits of keys and values, head dim, query heads of a KV head, and whether each
+    of these chooses what it refines."""
 
     bits: int
     scan_bits: int
     dim: int
     group: int = GROUP
+    by_head: bool = False
 
     @property
     def tiered(self) -> bool:
@@ -102,12 +114,13 @@ class Shape:
         return self.bits / 8 + 2 / self.dim if kernel == "refine" else side
 
 
-def shapes(dims: tuple[int, ...]) -> Iterator[Shape]:
-    for dim in dims:
-        yield from (Shape(bits, bits, dim) for bits in BITS)
-        yield from (Shape(bits, scan, dim) for bits, scan in ((4, 1), (4, 2), (2, 1)))
-    if 128 in dims:
-        yield from (Shape(1, 1, 128, group) for group in (1, 2, 8, 16))
+def shapes(dim: int) -> Iterator[Shape]:
+    yield from (Shape(bits, bits, dim) for bits in BITS)
+    yield from (Shape(bits, scan, dim) for bits, scan in ((4, 1), (4, 2), (2, 1)))
+    for group in (1, 2, 8, 16) if dim == 128 else (1, 16):
+        yield from (Shape(bits, 1, dim, group) for bits in (1, 4))
+    if dim == 128:
+        yield Shape(4, 1, dim, by_head=True)
 
 
 def launch(shape: Shape) -> None:
@@ -119,18 +132,20 @@ def launch(shape: Shape) -> None:
     )
     bounds = torch.zeros(1, lanes, 2, dtype=torch.int32)
     table = triton.Table(torch.zeros(16, dtype=torch.uint8), torch.zeros(1, 2 * lanes, dtype=torch.int64), bounds)
-    rule = triton.Refinement(shape.tiered, True, 1, SHARE, 0.1, 0.1)
+    rule = triton.Refinement(shape.tiered, not shape.by_head, 1, SHARE, 0.1, 0.1)
     triton.attend_lanes(layout, query, table, rule)
 
 
-def launch_others(dim: int) -> None:
-    """What does not depend on the depth: the window and the tree."""
+def launch_others(shape: Shape) -> None:
+    """What does not depend on the depth: the step's two ends, the window and the tree."""
+    heads, dim = (HEADS, 1, shape.group), shape.dim
+    q, signs = torch.zeros(*heads, dim), torch.ones(HEADS, dim)
+    triton.quantize_query(q, signs)
     for dtype in (torch.bfloat16, torch.float32):
-        triton.attend_exact(
-            torch.zeros(HEADS, 1, GROUP, dim), torch.zeros(2, HEADS, 384, dim, dtype=dtype), torch.zeros((), dtype=torch.int64)
-        )
-    part = torch.zeros(512, HEADS, 1, GROUP), torch.zeros(512, HEADS, 1, GROUP), torch.zeros(512, HEADS, 1, GROUP, dim)
-    triton.tree(*part, torch.arange(512), 256, 1)
+        triton.attend_exact(q, torch.zeros(2, HEADS, 384, dim, dtype=dtype), torch.zeros((), dtype=torch.int64))
+    part = torch.zeros(512, *heads), torch.zeros(512, *heads), torch.zeros(512, *heads, dim)
+    *_, o = triton.tree(*part, torch.arange(512), 256, 1)
+    triton.conclude((torch.zeros(heads), torch.zeros(heads), o[0]), (torch.zeros(heads), torch.zeros(heads), o[0]), signs)
 
 
 def launch_encode(shape: Shape) -> None:
@@ -138,9 +153,28 @@ def launch_encode(shape: Shape) -> None:
     triton.encode(shape.layout(), x, x, signs, signs, False)
 
 
+def jobs(shape: Shape) -> Iterator[tuple[set[str], Callable[[Shape], None]]]:
+    """(kernels, what launches them) of a shape."""
+    yield {"scan", "select", "tail", "refine"} if shape.tiered else {"decode"}, launch
+    if shape.group == GROUP and not shape.by_head:
+        yield {"encode"}, launch_encode
+    if shape == Shape(1, 1, shape.dim):
+        yield {"exact", "merge", "query", "conclude"}, launch_others
+
+
 def name_of(code: Code, shape: Shape) -> str:
-    """`decode` of the scanned dots of a tiered cache, which reads values only, is reported as `tail`."""
-    return "tail" if code.name == "decode" and shape.tiered else code.name
+    return "tail" if code.name == "decode" and shape.tiered else NAMES.get(code.name, code.name)
+
+
+def variant_of(code: Code, kernel: str, shape: Shape) -> str:
+    """What tells a row from others of its kernel and shape."""
+    if kernel == "encode":
+        return ("keys", "values")[code.constants["SIDE"]]
+    if kernel == "merge":
+        return "lanes" if code.name == "fill_lanes" else f"{code.constants['LEAVES']} leaves"
+    if kernel == "exact":
+        return code.data
+    return "by head" if shape.by_head else ""
 
 
 def elements_of(kernel: str, shape: Shape) -> int | None:
@@ -164,7 +198,8 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
         max((bits for _, bits in code.loads), default=0)
     ]
     row = {
-        "kernel": kernel, "bits": shape.bits, "scan_bits": shape.scan_bits, "D": shape.dim, "G": shape.group, "arch": code.arch,
+        "kernel": kernel, "function": code.name, "variant": variant_of(code, kernel, shape),
+        "bits": shape.bits, "scan_bits": shape.scan_bits, "D": shape.dim, "G": shape.group, "arch": code.arch,
         "warps": code.warps, "regs": code.regs, "spills": code.spills, "shared": code.shared, "load_bits": min(widths),
         "mma": tensor_core(body) or tensor_core(code.instructions), "instr_per_element": per_element, "limit": None,
     }  # fmt: skip
@@ -181,7 +216,7 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
 
 def faults(row: dict) -> list[str]:
     found = [f"spills {row['spills']}"] if row["spills"] else []
-    if row["kernel"] in ("decode", "scan"):
+    if row["kernel"] in ("decode", "tail", "scan"):
         if row["load_bits"] < NARROWEST_BITS:
             found.append(f"loads code planes {row['load_bits']} bits wide, at least {NARROWEST_BITS} are wanted")
         if not row["mma"]:
@@ -189,25 +224,30 @@ def faults(row: dict) -> list[str]:
     return found
 
 
-def compile_rows(arches: list[str], dims: tuple[int, ...], kernels: list[str] | None) -> Iterator[dict]:
-    """The rows of the report; `kernels` None: of all."""
-    for arch in arches:
-        known: set[str] = set()
-        for shape in shapes(dims):
-            jobs = [lambda shape=shape: launch(shape)]
-            jobs += [lambda shape=shape: launch_encode(shape)] * (shape.group == GROUP)
-            jobs += [lambda dim=shape.dim: launch_others(dim)] * (shape == Shape(1, 1, shape.dim))
-            if kernels is not None:
-                jobs = [jobs[0]] if set(kernels) <= {"decode", "scan", "select", "tail", "refine"} else jobs
-                if shape.tiered and set(kernels) <= {"decode"}:
-                    continue
-            for job in jobs:
-                with tables.forced(arch), compiling(arch, known) as found:
-                    job()
-                for code in found:
-                    kernel = name_of(code, shape)
-                    if kernels is None or kernel in kernels:
-                        yield row_of(code, kernel, shape)
+def compile_rows(arch: str, dim: int, kernels: frozenset[str]) -> list[dict]:
+    """The rows of the report for a target and a head dim."""
+    known: set[str] = set()
+    rows = []
+    for shape in shapes(dim):
+        for launched, job in jobs(shape):
+            if not launched & kernels:
+                continue
+            with tables.forced(arch), compiling(arch, known) as found:
+                job(shape)
+            named = ((code, name_of(code, shape)) for code in found)
+            rows += [row_of(code, kernel, shape) for code, kernel in named if kernel in kernels]
+    return rows
+
+
+def all_rows(parts: list[tuple[str, int, frozenset[str]]], processes: int) -> Iterator[dict]:
+    """The rows of each (target, head dim, kernels), in order, as they come."""
+    if processes == 1:
+        for part in parts:
+            yield from compile_rows(*part)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        for rows in pool.map(compile_rows, *zip(*parts, strict=True)):
+            yield from rows
 
 
 def line(row: dict) -> str:
@@ -230,13 +270,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", action="append", choices=list(TARGETS), help="only this target (may be repeated)")
     parser.add_argument("--dim", action="append", type=int, choices=DIMS, help="only this head dim (may be repeated)")
-    parser.add_argument("--kernel", action="append", help="only this kernel (may be repeated)")
+    parser.add_argument("--kernel", action="append", choices=KERNELS, help="only this kernel (may be repeated)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments = parser.parse_args()
+    kernels = frozenset(arguments.kernel or KERNELS)
+    parts = [(arch, dim, kernels) for arch in arguments.arch or TARGETS for dim in arguments.dim or DIMS]
     print("depth: bits stored/scanned; instr: per stored element; limit and share of peak bandwidth are predictions")
     print("  ".join(f"{name:{'<' if name in LEFT else '>'}{width}}" for name, width in COLUMNS.items()))
     rows, failed = [], []
-    for row in compile_rows(arguments.arch or list(TARGETS), tuple(arguments.dim or DIMS), arguments.kernel):
+    for row in all_rows(parts, arguments.jobs):
         rows.append(row)
         print(line(row), flush=True)
         failed += [f"{row['kernel']} bits {row['bits']} D {row['D']} {row['arch']}: {fault}" for fault in faults(row)]

@@ -15,6 +15,7 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.layer import PackedLayer
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel.mesh import Mesh
+from bitkv_dist.split import Split
 
 DISTINCT_GRANULES = 8  # encoded per layer and sequence
 NOISE_NUMBERS = 1_000_003  # that weights repeat: a prime, so that no two rows of a matrix are alike
@@ -34,7 +35,7 @@ class Shape:
     vocabulary: int = 4096
 
 
-def random_model(shape: Shape, positions: int) -> ServedModel:
+def random_model(shape: Shape, positions: int, mesh: Mesh) -> ServedModel:
     """Bfloat16 weights, as a checkpoint has them, computed with in float32; float32 where there are no compiled kernels."""
     attention.register()
     config = LlamaConfig(
@@ -42,7 +43,7 @@ def random_model(shape: Shape, positions: int) -> ServedModel:
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    compiled = unserved(config, torch.bfloat16, CPU, 1) is None
+    compiled = unserved(config, torch.bfloat16, CPU, Split()) is None
     with torch.device("meta"):
         kept = torch.bfloat16 if compiled else torch.float32
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=kept)
@@ -63,7 +64,7 @@ def random_model(shape: Shape, positions: int) -> ServedModel:
         name="random", config=module.config, module=module, tokenizer=None, generation_config=module.generation_config,
         dtype=torch.float32, device=CPU, fingerprint=0, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, local_heads=shape.heads, local_kv_heads=shape.kv_heads, first_kv_head=0,
-        max_positions=positions, decoder=Decoder(module, shape.head_dim) if compiled else None,
+        max_positions=positions, split=mesh.split, decoder=Decoder(module, shape.head_dim) if compiled else None,
     )  # fmt: skip
 
 

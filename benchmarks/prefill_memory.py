@@ -186,7 +186,7 @@ def live_by_class(engine: Engine, served: models.ServedModel) -> dict[str, int]:
         "cache": sum(state.sealed.bytes for state in states),
         "exact": storages(state.exact for state in states),
         "hidden": storages(hidden),
-        "layer_kv": storages(state.prompt for state in states if state.prompt is not None),
+        "layer_kv": storages(state.prompt.rows for state in states if state.prompt is not None),
     }
 
 

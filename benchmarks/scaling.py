@@ -41,6 +41,7 @@ from bitkv_dist.plan.latency import step_ms
 from bitkv_dist.plan.machines import find_gpu, join
 from bitkv_dist.plan.memory import Job, rank_bytes
 from bitkv_dist.plan.models import MODELS
+from bitkv_dist.split import tp_choices
 
 BATCHES = (1, 2, 4)
 WARM_STEPS = 2
@@ -112,7 +113,7 @@ def measure(args: argparse.Namespace) -> None:
     """One rank's part of all jobs; rank 0 writes what they took."""
     torch.set_num_threads(1)
     mesh = meshes.start(ParallelConfig(device="cpu"))
-    model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64)
+    model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64, mesh)
     rows = []
     for tokens, batch in jobs(args.tokens):
         new_tokens = WARM_STEPS + args.steps
@@ -229,7 +230,7 @@ def simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def simulate(args: argparse.Namespace, job: Job, gpus: int, kind: str, layout: str) -> dict[str, Any]:
-    sizes = [size for size in job.shape.tp_choices() if size <= min(gpus, NODE_SIZE) and gpus % size == 0]
+    sizes = [size for size in tp_choices(job.shape.heads, job.shape.kv_heads) if gpus % size == 0 and size <= NODE_SIZE]
     tp = 1 if layout == "sp" else max(sizes)
     machine = join(find_gpu(args.gpu, None, None), gpus, NODE_SIZE, [])
     took, held = step_ms(job, machine, tp, gpus // tp), rank_bytes(replace(job, prefill="packed"), tp, gpus // tp)

@@ -62,7 +62,7 @@ def compare(
     digests = layer_digests(cache, model.fingerprint, words, model.layers)
     rotation = whole(digests)
     kernels = digest64(" ".join(dispatch.backend(model.device)).encode())  # the reason names the GPU's architecture
-    settings = digest64(f"{generate} {model.dtype}".encode())
+    settings = digest64(f"{generate} {model.dtype} {mesh.split.layout} {mesh.exchange}".encode())
     installed = roll.versions()
     libraries = {f"version of {name}": digest64(installed[name].encode()) for name in roll.COMPARED_VERSIONS}
     compared = [rotation, kernels, settings, *libraries.values()]

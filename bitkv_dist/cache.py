@@ -21,7 +21,8 @@ class Shard:
     """A rank's part in the sequence: which granules it owns and how partials and prompt keys of all ranks come together.
 
     nodes: merge-tree nodes that the ranks share. owns(granule, sequence). reduce(nodes of each sequence, sequences) -> roots.
-    gather: [*s] -> [ranks, *s].
+    exchange: the same for a layer's attention, where the roots of heads that this rank does not go on with may stay empty; None
+    = reduce. gather: [*s] -> [ranks, *s].
     """
 
     rank: int = 0
@@ -30,6 +31,11 @@ class Shard:
     owns: Callable[[int, int], bool] = lambda granule, sequence: True
     reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [root(node) for node in nodes]
     gather: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unsqueeze(0)
+    exchange: Callable[[list[Partial], list[int]], list[Partial]] | None = None
+
+    def merge(self, nodes: list[Partial], sequences: list[int]) -> list[Partial]:
+        """`exchange`."""
+        return (self.exchange or self.reduce)(nodes, sequences)
 
 
 @dataclass(frozen=True)
@@ -123,11 +129,16 @@ class PackedCache:
         """Storage of every live cache tensor on this rank, slack of preallocation included."""
         states = [state for layer in self.layers for state in layer.states]
         tables = self._tables.bytes if self._tables is not None else 0
-        return tables + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+        return tables + self.book_bytes + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+
+    @property
+    def book_bytes(self) -> int:
+        """Codebooks of calibrated codecs, on this rank."""
+        return sum(layer.codec.book_bytes for layer in self.layers)
 
     @property
     def stored_bits_per_element(self) -> float:
-        """Bits per key or value element of a sealed page, all metadata counted, mean over layers."""
+        """Bits per key or value element of a sealed page, all metadata in it counted, mean over layers."""
         record_bytes = sum(layer.codec.record_bytes for layer in self.layers) / len(self.layers)
         return record_bytes * 8 / (self.config.page_tokens * self.heads.head_dim * 2)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS
@@ -54,9 +53,3 @@ def chunk_probes(state: SequenceState, query: torch.Tensor) -> list[Probe]:
     last = query.shape[1] - 1 - after
     stride = 1 << max(0, (granules - 1) // PROBES).bit_length()
     return [Probe(query[:, last : last + 1], state.sealed_end)] if last >= 0 and granules % stride == 0 else []
-
-
-def granule_keys(keys: torch.Tensor, granules: list[int]) -> torch.Tensor:
-    """The keys of some granules [n, HK, 512, D] out of all of a prompt's, [HK, T, D]; zeros beyond its end."""
-    parts = [keys[:, granule * GRANULE_TOKENS : (granule + 1) * GRANULE_TOKENS] for granule in granules]
-    return torch.stack([F.pad(part, (0, 0, 0, GRANULE_TOKENS - part.shape[1])) for part in parts])

@@ -7,20 +7,25 @@ code serves are each a one-line `ValueError` that names the field, the value, th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+from bitkv_dist.calibrated import Origin, read_origin
 from bitkv_dist.preset import read_preset
 from bitkv_dist.rules import between, check_types, listed, near_miss, one_of, refuse, resolve, shown
 from bitkv_dist.schedule import LayerConfig, layer_numbers, layer_ranges
+from bitkv_dist.split import LAYOUTS
 
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
 
-STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,)}
+STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "tailored": (1,), "residual": (2,)}
+CALIBRATED = ("tailored", "residual")  # codecs whose codebooks `bitkv calibrate` makes
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "model", "bfloat16")
-_CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers")
+EXCHANGES = ("auto", "allgather", "alltoall", "allreduce")
+_CODEC_FIELDS = ("scan_bits", "refine", "score", "correction", "key_group_tokens", "value_group_channels", "layers",
+                 "calibration", "calibration_digest")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,15 @@ class CacheConfig:
 
     SECTION: ClassVar[str] = "cache"
 
-    codec: str = "planes"  # planes | minmax | exact
+    codec: str = "planes"  # planes | minmax | exact | tailored | residual
     key_bits: int = 4
     value_bits: int = 4
     scan_bits: int | None = None  # planes read for every token; None = all of them, so nothing is refined
     refine: RefineConfig | None = None  # filled in with its defaults when planes are left to refine
     score: str = "mse"  # scale of the scanned code: mse | unbiased | fitted
     correction: bool = True  # log-normal correction of the scores of sealed tokens
+    calibration: str | None = None  # tailored, residual: the file of codebooks
+    calibration_digest: str | None = None  # of its content, filled in; given, another file is refused
     key_group_tokens: int | None = None  # minmax: tokens per scale of a key channel (64)
     value_group_channels: int | None = None  # minmax: channels per scale of a value (32)
     layers: tuple[LayerConfig, ...] = ()  # layers that are kept differently: see for_layer
@@ -87,21 +94,26 @@ class CacheConfig:
         between(self, "sink_tokens", 0, None)
         between(self, "recent_tokens", 0, None)
         between(self, "seed", 0, 2**64 - 1)
-        if self.codec != "planes":
-            self._only_for("planes", ("scan_bits", "refine", "score", "correction"))
-        if self.codec != "minmax":
-            self._only_for("minmax", ("key_group_tokens", "value_group_channels"))
+        self._only_for(("planes",), ("scan_bits", "refine", "score"))
+        self._only_for(("planes", *CALIBRATED), ("correction",))
+        self._only_for(("minmax",), ("key_group_tokens", "value_group_channels"))
+        self._only_for(CALIBRATED, ("calibration", "calibration_digest"))
         if self.codec == "planes":
             self._check_scan()
         if self.codec == "minmax":
             self._check_groups()
+        if self.codec in CALIBRATED:
+            self._check_calibration()
         self._check_layers()
 
-    def _only_for(self, codec: str, names: Iterable[str]) -> None:
+    def _only_for(self, codecs: tuple[str, ...], names: Iterable[str]) -> None:
+        if self.codec in codecs:
+            return
         defaults = {entry.name: entry.default for entry in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
-                refuse(self, name, f"only codec {codec} reads it", f"leave it out or set codec: {codec}")
+                remedy = f"leave it out or set codec: {' or '.join(codecs)}"
+                refuse(self, name, f"only codec {', '.join(codecs)} reads it", remedy)
 
     def _check_scan(self) -> None:
         deepest = max(self.key_bits, self.value_bits)
@@ -117,6 +129,30 @@ class CacheConfig:
         resolve(self, "value_group_channels", 32 if self.value_group_channels is None else self.value_group_channels)
         one_of(self, "key_group_tokens", [n for n in (16, 32, 64, 128) if n <= self.page_tokens])
         one_of(self, "value_group_channels", (8, 16, 32, 64, 128))
+
+    def _check_calibration(self) -> None:
+        if self.calibration is None:
+            remedy = "make one with bitkv calibrate and give --calibration FILE"
+            refuse(self, "calibration", f"codec {self.codec} needs a file of codebooks", remedy)
+        origin = self.origin
+        if origin.codec != self.codec:
+            rule = f"holds codebooks of codec {origin.codec}, not {self.codec}"
+            refuse(self, "calibration", rule, f"set codec: {origin.codec} or give another file")
+        if self.calibration_digest not in (None, origin.digest):
+            refuse(self, "calibration_digest", f"the file has {origin.digest}", "give the file that was meant, or leave it out")
+        resolve(self, "calibration_digest", origin.digest)
+
+    @property
+    def origin(self) -> Origin:
+        """What the calibration file says about itself; ValueError where it cannot."""
+        try:
+            return read_origin(self.calibration)
+        except ValueError as error:
+            raise ValueError(f"{self.SECTION}.calibration {self.calibration!r}: {error}") from None
+
+    def identity(self) -> dict[str, Any]:
+        """All fields that decide about bytes and numbers: a calibration file by its content, not by where it lies."""
+        return {name: value for name, value in asdict(self).items() if name != "calibration"}
 
     def _check_layers(self) -> None:
         seen: set[int] = set()
@@ -159,6 +195,11 @@ class CacheConfig:
         if head_dim % group:
             most = head_dim & -head_dim
             raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {most}")
+        if self.calibration is not None:
+            for name, here in (("layers", layers), ("head_dim", head_dim)):
+                if (there := getattr(self.origin, name)) != here:
+                    rule = f"was made for {self.origin.model}, whose {name} are {there}; this model's are {here}"
+                    refuse(self, "calibration", rule, "calibrate with this model")
         last = max((layer for entry in self.layers for layer in entry.layers), default=0)
         if last >= layers:
             raise ValueError(
@@ -195,6 +236,9 @@ class ParallelConfig:
     tp: int = 1
     sp: int | None = None  # None = world size / tp
     device: str = "auto"  # auto | cpu | cuda ; which GPU follows from the local rank
+    layout: str = "replicated"  # of the weights behind attention: replicated over SP | helix: shared by all ranks
+    exchange: str = "auto"  # of attention: allgather | alltoall | allreduce | auto = alltoall with helix, else allgather
+    bind: str = "auto"  # auto: each rank to its own cores, or those near its GPU, where the launcher has not | none
     cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
@@ -205,6 +249,12 @@ class ParallelConfig:
         if self.sp is not None:
             between(self, "sp", 1, LANES)
         one_of(self, "device", ("auto", "cpu", "cuda"))
+        one_of(self, "layout", LAYOUTS)
+        one_of(self, "exchange", EXCHANGES)
+        if self.exchange == "alltoall" and self.layout != "helix":
+            rule = "it leaves each rank with some heads alone, and layout replicated needs all of them"
+            refuse(self, "exchange", rule, "take allgather, or layout helix")
+        one_of(self, "bind", ("auto", "none"))
         one_of(self, "cpu_isa", ("auto", "avx512", "avxvnni", "avx2", "portable"))
         for name in ("start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
@@ -221,6 +271,7 @@ class GenerateConfig:
     dtype: str | None = None  # None = float32 on CPU, bfloat16 on GPU
     weights: str = "auto"  # kept in: model = dtype | bfloat16, computing in dtype | auto = bfloat16 where that rounds nothing
     prefill: str = "exact"  # exact: layer by layer, no prompt token sees a sealed key | packed | auto: exact if it fits
+    prefill_memory_gb: float | None = None  # of exact prefill: what one layer's prompt keys and values may take on a rank
     chunk: int = GRANULE_TOKENS  # tokens per piece of prefill work
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -248,6 +299,11 @@ class GenerateConfig:
             one_of(self, "dtype", DTYPES)
         one_of(self, "weights", WEIGHTS)
         one_of(self, "prefill", ("exact", "packed", "auto"))
+        if self.prefill_memory_gb is not None:
+            if self.prefill_memory_gb <= 0:
+                refuse(self, "prefill_memory_gb", "must be above 0 GB", "leave it out to keep all prompt keys on every rank")
+            if self.prefill == "packed":
+                refuse(self, "prefill_memory_gb", "a packed prefill keeps no prompt keys", "leave it out")
         one_of(self, "chunk", [2**i for i in range(GRANULE_TOKENS.bit_length())], f"must divide {GRANULE_TOKENS}: ")
         between(self, "max_new_tokens", 0, None)
         between(self, "temperature", 0, None)
@@ -279,6 +335,11 @@ class RunConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+    def __post_init__(self) -> None:
+        if self.cache.codec == "tailored" and self.parallel.tp > 1:
+            rule = "codec tailored has one scale for all KV heads of a token, which tensor-parallel ranks share out"
+            refuse(self.parallel, "tp", rule, f"take tp 1 and sp {self.parallel.tp}")
 
 
 SECTIONS = {cls.SECTION: cls for cls in (CacheConfig, ParallelConfig, GenerateConfig)}
@@ -336,9 +397,9 @@ def _for_codec(codec: str, cache: dict[str, Any]) -> dict[str, Any]:
     if codec == preset_codec:
         return cache
     kept = {name: value for name, value in cache.items() if name not in _CODEC_FIELDS}
-    if codec == "exact":
-        return kept | {"codec": codec, "key_bits": 16, "value_bits": 16}
-    if preset_codec == "exact":
+    if codec in STORED_BITS and len(STORED_BITS[codec]) == 1:
+        return kept | {"codec": codec, "key_bits": STORED_BITS[codec][0], "value_bits": STORED_BITS[codec][0]}
+    if len(STORED_BITS.get(preset_codec, ())) == 1:
         kept = {name: value for name, value in kept.items() if name not in ("key_bits", "value_bits")}
     return kept | {"codec": codec}
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.cpu import dense
+from bitkv_dist.split import Split
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 WEIGHTS = (torch.float32, torch.bfloat16)
 
 
-def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tp: int) -> str | None:
+def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, split: Split) -> str | None:
     """Why the decode steps of a model are left to transformers' layers, or None; dtype: that of its weights."""
     if not dispatch.on_cpu(device):
         return "no compiled kernels for the device"
-    if tp > 1:
-        return "tensor parallelism exchanges inside a layer"
+    if split.parts > 1:
+        return f"tp {split.tp} with layout {split.layout} exchanges inside a layer"
     if dtype not in WEIGHTS:
         return f"{str(dtype).removeprefix('torch.')} weights"
     return None if config.hidden_act == "silu" else f"activation {config.hidden_act}"

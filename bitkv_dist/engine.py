@@ -11,17 +11,18 @@ import torch
 
 from bitkv_dist import agreement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
-from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
-from bitkv_dist.parallel.exchange import combine
+from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job
 from bitkv_dist.plan.models import from_config
 from bitkv_dist.plan.room import fitting_prefill, free_bytes, needed_bytes, ways_out
+from bitkv_dist.prompt import fitting_heads
 from bitkv_dist.sampling import Sampler, eos_ids
 from bitkv_dist.shortage import OutOfMemory, advice, needing
 
@@ -62,11 +63,15 @@ class Engine:
         self.model, self.cache_config, self.mesh, self.config, self.audit = model, cache, mesh, generate, audit
         group = model.local_heads // model.local_kv_heads
         self.heads = HeadShape(
-            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group
-        )
+            model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group,
+            f"{model.fingerprint:016x}",
+        )  # fmt: skip
+        make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.size)
+        self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
+        self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
         self.room_bytes: int | None = None  # that this rank could allocate before the last prompt from the start
@@ -157,7 +162,7 @@ class Engine:
                 raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
             return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
         caches = [self.cache, *(engine.cache for engine in others)]
-        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress)
+        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress, self.fitting_heads(prompts))
         owners = [
             placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, self.mesh.sp)
             for sequence, prompt in enumerate(prompts)
@@ -173,6 +178,7 @@ class Engine:
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
+            exchange=self.exchange,
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.room_bytes = free_bytes(self.model.device, self.mesh.world.local_size)
@@ -189,6 +195,12 @@ class Engine:
         self.ended = {}
         self.reserve(list(map(len, prompts)))
 
+    def fitting_heads(self, prompts: list[list[int]]) -> int:
+        """How many KV heads of the prompts' exact keys to hold at a time. ValueError where one is too much."""
+        limit, heads = self.config.prefill_memory_gb, self.heads
+        shape = (heads.kv_heads, heads.head_dim, heads.dtype.itemsize)
+        return fitting_heads(None if limit is None else limit * 1e9, list(map(len, prompts)), shape, self.mesh.sp)
+
     def choose_prefill(self, prompts: list[list[int]]) -> str:
         """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
         if self.config.prefill != "auto":
@@ -201,9 +213,9 @@ class Engine:
         model = self.model
         context = min(max(lengths) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
-        compiled = dispatch.backend(model.device)[0] != dispatch.REFERENCE
-        sizes = {"context": context, "batch": len(lengths), "chunk": self.config.chunk}
-        return Job(shape, self.cache_config, dtype=model.dtype, prefill=prefill, compiled=compiled, **sizes)
+        kept = {"prefill_memory_gb": self.config.prefill_memory_gb, "layout": self.mesh.split.layout}
+        kept["compiled"] = dispatch.backend(model.device)[0] != dispatch.REFERENCE
+        return Job(shape, self.cache_config, context, len(lengths), model.dtype, prefill, self.config.chunk, **kept)
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
@@ -285,7 +297,10 @@ class Engine:
             on_step(step + 1)
             started += time.perf_counter() - paused
             self.mesh.mark(f"step {step + 1}")
+            received = self.mesh.sp_bytes
             logits = self.step(live)
+            self.exchanged_bytes += self.mesh.sp_bytes - received
+            self.exchanged_steps += 1
         gained = [len(answer) - before for answer, before in zip(answers, begun, strict=True)]
         result.decoded_tokens = sum(gained) - sum(map(bool, gained))
         if result.decoded_tokens:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.calibration import Probe, chunk_probes, granule_keys, probe_ends, prompt_probes
+from bitkv_dist.calibration import Probe, chunk_probes, probe_ends, prompt_probes
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
@@ -21,6 +21,7 @@ from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
 from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
+from bitkv_dist.prompt import Prompt
 from bitkv_dist.sequence import SequenceState
 from bitkv_dist.shortage import needing
 
@@ -67,8 +68,15 @@ class PackedLayer:
         return self, self
 
     def receive(self, kv: torch.Tensor | None) -> None:
-        """Exact prefill: exchange one round's keys and values; kv [2, HK, n, D], or None: this rank has no chunk in it."""
+        """Exact prefill: take in one round's keys and values; kv [2, HK, n, D], or None: this rank has no chunk in it."""
         step, shape = self.cache.step, self.cache.heads
+        own = step.round[self.cache.shard.rank]
+        if not all(self.states[part[0]].prompt.whole for part in step.round if part):
+            if own:
+                self.states[own[0]].prompt.put(own[1], kv)
+            else:
+                self.attend_prompt(None, 0.0)  # the others gather keys from here
+            return
         widest = max(part[2] for part in step.round if part)
         sent = torch.zeros(2, shape.kv_heads, widest, shape.head_dim, dtype=shape.dtype, device=shape.device)
         if kv is not None:
@@ -76,14 +84,16 @@ class PackedLayer:
         for part, received in zip(step.round, self.cache.shard.gather(sent), strict=True):
             if part:
                 sequence, start, tokens = part
-                self.states[sequence].prompt[:, :, start : start + tokens] = received[:, :, :tokens]
+                self.states[sequence].prompt.put(start, received[:, :, :tokens])
 
-    def begin_prompt(self, sequence: int, tokens: int, others: Sequence[PackedLayer] = ()) -> None:
+    def begin_prompt(
+        self, sequence: int, tokens: int, others: Sequence[PackedLayer] = (), heads_at_once: int | None = None
+    ) -> None:
         """Room for a prompt's exact keys and values; `others`: the same layer of caches that the prompt fills along."""
-        state, heads = self.states[sequence], self.cache.heads
-        shape = (2, heads.kv_heads, tokens, heads.head_dim)
+        state = self.states[sequence]
+        at_once = None if self.cache.audit else heads_at_once  # an audit encodes the pages of all ranks
         with needing(f"the prompt's exact keys and values in layer {self.index}"):
-            state.prompt = torch.empty(shape, dtype=heads.dtype, device=heads.device)
+            state.prompt = Prompt(sequence, tokens, self.cache.heads, self.cache.shard, at_once)
         learns = any(layer.states[sequence].tuning is not None for layer in (self, *others))
         state.probe_ends = probe_ends(tokens) if learns else []
 
@@ -95,13 +105,16 @@ class PackedLayer:
         for layer in (self, *others):
             layer.take_prompt(sequence, prompt, probes)
 
-    def take_prompt(self, sequence: int, prompt: torch.Tensor, probes: list[tuple[torch.Tensor, int]]) -> None:
-        """A prompt's exact keys and values [2, HK, T, D], and what a layer that learns from it needs."""
+    def take_prompt(self, sequence: int, prompt: Prompt, probes: list[tuple[torch.Tensor, int]]) -> None:
+        """A prompt's exact keys and values, and what a layer that learns from it needs."""
         state = self.states[sequence]
-        state.length = prompt.shape[2]
-        self.keep(sequence, self.seal_due(sequence, state.length, prompt))
+        state.length, end = prompt.tokens, state.sealed_at(prompt.tokens)
+        for start, rows in prompt.pieces(state.sealed_end, end, PAGES_AT_ONCE * state.page_tokens):
+            self.seal(sequence, start, rows)
+        state.sealed_end = end
+        self.keep(sequence, torch.cat((prompt.read(0, min(state.sink, prompt.tokens)), prompt.read(end, prompt.tokens)), dim=2))
         if state.tuning is not None:
-            self.calibrate(sequence, [Probe(query, state.sealed_at(end)) for query, end in probes], prompt[0])
+            self.calibrate(sequence, [Probe(query, state.sealed_at(end)) for query, end in probes], prompt)
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
         """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
@@ -126,28 +139,30 @@ class PackedLayer:
 
     def seal_due(self, sequence: int, length: int, rows: torch.Tensor) -> torch.Tensor:
         """Seal the pages due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns those that stay exact."""
-        config, state = self.cache.config, self.states[sequence]
-        page, sink = config.page_tokens, config.sink_rounded
+        state, sink = self.states[sequence], self.cache.config.sink_rounded
         end = state.sealed_at(length)
         count = end - state.sealed_end
         if count == 0:
             return rows
-        pages = rows[:, :, sink : sink + count].unflatten(2, (-1, page)).transpose(1, 2)  # [2, pages, HK, P, D]
-        for start in range(0, count // page, PAGES_AT_ONCE):
-            some = pages[:, start : start + PAGES_AT_ONCE]
-            self.check_finite(some, state.sealed_end + start * page)
-            self.seal(sequence, state.sealed_end // page + start, some)
+        at_once = PAGES_AT_ONCE * state.page_tokens
+        for start in range(0, count, at_once):
+            some = rows[:, :, sink + start : sink + min(start + at_once, count)]
+            self.seal(sequence, state.sealed_end + start, some)
         state.sealed_end = end
         return torch.cat((rows[:, :, :sink], rows[:, :, sink + count :]), dim=2)
 
-    def seal(self, sequence: int, first: int, pages: torch.Tensor) -> None:
-        """Encode the pages that this rank owns; pages [2, n, HK, P, D] are the global pages first, first + 1, .."""
-        per_granule = GRANULE_TOKENS // self.cache.config.page_tokens
+    def seal(self, sequence: int, first_token: int, rows: torch.Tensor) -> None:
+        """Encode the pages that this rank owns of rows [2, HK, n * P, D], whole pages from first_token on."""
+        page_tokens = self.cache.config.page_tokens
+        pages = rows.unflatten(2, (-1, page_tokens)).transpose(1, 2)  # [2, n, HK, P, D]
+        self.check_finite(pages, first_token)
+        first, per_granule = first_token // page_tokens, GRANULE_TOKENS // page_tokens
         owned = [self.cache.shard.owns((first + i) // per_granule, sequence) for i in range(pages.shape[1])]
         wanted = [i for i, own in enumerate(owned) if own or self.cache.audit]
         if not wanted:
             return
-        records = self.codec.encode(pages[0, wanted], pages[1, wanted])
+        place = [[first + i for i in wanted]] if self.codec.positional else []
+        records = self.codec.encode(pages[0, wanted], pages[1, wanted], *place)
         for i, record in zip(wanted, records, strict=True):
             granule, place = divmod(first + i, per_granule)
             if owned[i]:
@@ -181,7 +196,7 @@ class PackedLayer:
                 return self.attend_fused(queries).to(q.dtype)
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
             nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
-            roots = self.cache.shard.reduce(nodes, step.sequences)
+            roots = self.cache.shard.merge(nodes, step.sequences)
             parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
             out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
@@ -201,7 +216,7 @@ class PackedLayer:
             if step.count_reads:
                 self.cache.count_exact(rows.shape[2])
                 self.cache.counted.add(reads)
-        roots = shard.reduce([nodes for _, nodes in seen], step.sequences)
+        roots = shard.merge([nodes for _, nodes in seen], step.sequences)
         out = torch.empty(len(seen), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
         for root, (exact, _), row in zip(roots, seen, out, strict=True):
             if not self.codec.conclude(root, exact, row):
@@ -209,13 +224,22 @@ class PackedLayer:
         self.rows = []
         return out
 
-    def attend_prompt(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]."""
-        sequence, start, tokens = self.cache.step.round[self.cache.shard.rank]
-        state, end = self.states[sequence], start + tokens
+    def attend_prompt(self, q: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
+        """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]; None where it has none in this round."""
+        parts = [part for part in self.cache.step.round if part]
+        own, found = self.cache.step.round[self.cache.shard.rank], []
+        for sequence in sorted({part[0] for part in parts}):
+            state, stop = self.states[sequence], max(start + tokens for of, start, tokens in parts if of == sequence)
+            for heads in state.prompt.head_groups():
+                rows = state.prompt.read(0, stop, heads)
+                if own and own[0] == sequence:
+                    found.append(causal_attention(q[heads], *rows[:, :, : own[1] + own[2]], scaling))
+        if not own:
+            return None
+        state, end = self.states[own[0]], own[1] + own[2]
         if end in state.probe_ends:
             state.probes[end] = base2(q[:, :, -1:], scaling)
-        return causal_attention(q, *state.prompt[:, :, :end], scaling).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+        return torch.cat(found).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
     def attend_tables(self, queries: torch.Tensor, tables: StepTables) -> torch.Tensor:
         """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D]; no length of it is the host's."""
@@ -223,7 +247,7 @@ class PackedLayer:
         nodes, refined = self.codec.attend_table(self.codec.prepare(queries), tables.tables[self.index], shard.nodes)
         self.cache.refined[self.index] += refined
         outputs = []
-        rows = zip(queries, tables.states(self.index), tables.row, shard.reduce(nodes, tables.sequences), strict=True)
+        rows = zip(queries, tables.states(self.index), tables.row, shard.merge(nodes, tables.sequences), strict=True)
         for query, state, row, root in rows:
             exact = Partial(*kernels.attend_exact(query, state.exact, row + 1))
             outputs.append(self.codec.conclude_table(root, exact).transpose(0, 1).flatten(1, 2))
@@ -335,20 +359,20 @@ class PackedLayer:
 
     # -- learning from the prompt
 
-    def calibrate(self, sequence: int, probes: list[Probe], keys: torch.Tensor | None = None) -> None:
-        """Let the codec compare its scores for the probes with true ones; keys [HK, T, D]: exact keys, if at hand."""
+    def calibrate(self, sequence: int, probes: list[Probe], prompt: Prompt | None = None) -> None:
+        """Let the codec compare its scores for the probes with true ones; prompt: the exact keys, if at hand."""
         state = self.states[sequence]
         probes = [probe for probe in probes if probe.sealed_end > state.sink]
         for lesson in state.tuning.lessons if probes else ():
-            nodes = [self.lesson_nodes(state, lesson, probe, keys) for probe in probes]
+            nodes = [self.lesson_nodes(state, lesson, probe, prompt) for probe in probes]
             state.tuning.learn(lesson, self.cache.shard.reduce(nodes, [sequence] * len(probes)))
 
-    def lesson_nodes(self, state: SequenceState, lesson: str, probe: Probe, keys: torch.Tensor | None) -> Partial:
+    def lesson_nodes(self, state: SequenceState, lesson: str, probe: Probe, prompt: Prompt | None) -> Partial:
         """This rank's tree nodes over what the sealed tokens show about one lesson."""
         query, tuning = probe.query, state.tuning
 
         def measure(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
-            exact = None if keys is None else granule_keys(keys, granules)
+            exact = None if prompt is None else prompt.granule_keys(granules)
             return self.codec.measure(lesson, query, tuning, records, valid, exact)
 
         return self.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face model, shards its weights over tensor-parallel ranks and serves it layer by layer.
+"""Loads a Hugging Face model, or a rank's part of one, and serves it layer by layer.
 
 What cannot be served correctly is refused by name in `check`, before any weight is read.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, field
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from bitkv_dist import attention, checkpoint
 from bitkv_dist.decoder import Decoder, unserved
+from bitkv_dist.shards import Ranks, Shards, shard
+from bitkv_dist.split import Split, check_tp
 from bitkv_dist.widened import Widened
 
 SERVED = {
@@ -56,13 +57,24 @@ class ServedModel:
     local_kv_heads: int
     first_kv_head: int
     max_positions: int
+    split: Split = field(default_factory=Split)
     decoder: Decoder | None = None  # decode steps by our own kernels; None: by the module's layers
+    undecoded: str | None = None  # why by these
     widened: Widened | None = None  # the module's weights in `dtype`, where they are kept in another type
+    shards: Shards | None = None  # of a model whose weights several ranks share
 
     @property
     def weights(self) -> torch.dtype:
         """What the weights are kept in."""
         return self.module.lm_head.weight.dtype
+
+    def heads_of_sequence_ranks(self) -> list[range]:
+        """Of each SP rank, the query heads that its output projection reads, counted from the first of this TP rank."""
+        if not self.split.helix:
+            return [range(self.local_heads)] * self.split.sp
+        first = self.first_kv_head * (self.heads // self.kv_heads)
+        touched = [place.touched_heads(self.heads, self.head_dim) for place in self.split.sequence_ranks()]
+        return [range(heads.start - first, heads.stop - first) for heads in touched]
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -82,13 +94,19 @@ class ServedModel:
         position_ids: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         cache,
+        round_rows: int | None = None,
     ) -> torch.Tensor:
         """One decoder layer: hidden [b, n, E] -> [b, n, E].
+
+        round_rows: None where all SP ranks bring the same rows; else what the one with the most brings, and those without any
+        call `idle`.
 
         `cache.update(k, v, layer_idx)` gets k, v [b, HK_local, n, D] and returns its handle twice; the handle's
         `attend(q [b, H_local, n, D], scaling=)` gives [b, n, H_local, D].
         """
         layer = self.widened.layer(index) if self.widened else self.module.model.layers[index]
+        if self.shards is not None and self.split.helix:
+            self.shards.round_rows = round_rows
         if self.decoder is not None and self.dtype == torch.float32:
             return self.decoder.layer(index, layer, hidden, position_embeddings, cache)
         return layer(
@@ -98,6 +116,16 @@ class ServedModel:
             past_key_values=cache,
             position_embeddings=position_embeddings,
         )
+
+    @torch.no_grad()
+    def idle(self, index: int, round_rows: int) -> None:
+        """Take part in a layer over rows of other SP ranks, where their weights are shared with this one."""
+        if self.shards is None or not self.split.helix:
+            return
+        self.shards.round_rows = round_rows
+        layer = self.module.model.layers[index]
+        for part, width in ((layer.self_attn.o_proj, self.local_heads * self.head_dim), (layer.mlp, self.config.hidden_size)):
+            part(torch.empty(1, 0, width, dtype=self.dtype, device=self.device))
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor, position_ids: torch.Tensor, cache) -> torch.Tensor:
@@ -120,14 +148,15 @@ class ServedModel:
         return self.widened.head(normed) if self.widened else self.module.lm_head(normed).float()
 
 
-def check(source: str, tp: int = 1) -> PreTrainedConfig:
-    """The configuration of a model that can be served on `tp` tensor-parallel ranks; ValueError before weights load."""
+def check(source: str, tp: int = 1, ranks: int | None = None) -> PreTrainedConfig:
+    """The configuration of a model that can be served on `tp` tensor-parallel ranks, of `ranks` in all; ValueError before
+    weights load."""
     model_type = checkpoint.read_model_type(source)
     if model_type not in SERVED:
         raise ValueError(f"model {source}: architecture {model_type} is not served; use one of {', '.join(SERVED)}")
     config = checkpoint.read_config(source)
     _check_features(source, config)
-    _check_tensor_parallel(source, config, tp)
+    check_tp(source, tp, config.num_attention_heads, config.num_key_value_heads, ranks)
     return config
 
 
@@ -137,30 +166,29 @@ def load(
     dtype: torch.dtype | None,
     device: torch.device,
     weights: str = "auto",
-    tp_mesh=None,
-    tp: int = 1,
-    tp_rank: int = 0,
+    ranks: Ranks | None = None,
     progress: checkpoint.Progress | None = None,
 ) -> ServedModel:
-    """Load `source` for this rank. dtype None: float32 on a CPU, bfloat16 elsewhere. weights: see GenerateConfig.
+    """Load `source` for this rank. dtype None: float32 on a CPU, bfloat16 elsewhere. weights: see GenerateConfig. ranks: None =
+    the whole model, else this rank's part of it (see split.py).
 
-    Weights stored in what they are kept in stay memory-mapped on a CPU: the ranks of a host share one copy of them (shards of a
-    tensor-parallel run are copied, each rank its own).
+    Files are memory-mapped, and of them only what is this rank's is read. Weights stored in what they are kept in stay mapped
+    on a CPU: the ranks of a host share one copy of them.
     """
-    check(source, tp)
+    split = ranks.split if ranks else Split()
+    check(source, split.tp)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}: must be float32, bfloat16 or float16")
     place = checkpoint.localise(source, progress)
     config = checkpoint.read_config(source)  # as written by the conversion, so that the first run equals all later ones
-    kept = _kept_dtype(place, config, dtype, device, weights, tp)
-    module = _read_weights(source, place, config, kept)
+    kept = _kept_dtype(place, config, dtype, device, weights, split)
+    module = _read_weights(source, place, config, kept if split.parts == 1 else "auto")
     fingerprint = fingerprint_of(module)
-    if tp > 1:
-        _shard(module, tp_mesh)
+    shards = shard(module, ranks, head_dim_of(config), kept) if split.parts > 1 else None
     module.to(device)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    decodes = unserved(config, kept, device, tp) is None
+    undecoded = unserved(config, kept, device, split)
     return ServedModel(
         name=source,
         config=module.config,
@@ -174,22 +202,25 @@ def load(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim_of(config),
-        local_heads=heads // tp,
-        local_kv_heads=kv_heads // tp,
-        first_kv_head=tp_rank * (kv_heads // tp),
+        local_heads=len(split.heads(heads, kv_heads)),
+        local_kv_heads=len(split.kv_heads(kv_heads)),
+        first_kv_head=split.kv_heads(kv_heads).start,
         max_positions=max_positions_of(config),
-        decoder=Decoder(module, head_dim_of(config)) if decodes else None,
+        split=split,
+        decoder=None if undecoded else Decoder(module, head_dim_of(config)),
+        undecoded=undecoded,
         widened=Widened(module) if kept != dtype else None,
+        shards=shards,
     )
 
 
 def _kept_dtype(
-    place, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str, tp: int
+    place, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str, split: Split
 ) -> torch.dtype:
     """`dtype`, or bfloat16 under computing in float32, which only our own decode kernels do."""
     if weights == "model" or dtype == torch.bfloat16:
         return dtype
-    why = unserved(config, torch.bfloat16, device, tp)
+    why = unserved(config, torch.bfloat16, device, split)
     if why is None and dtype != torch.float32:
         why = f"dtype {str(dtype).removeprefix('torch.')}"
     if weights == "bfloat16" and why:
@@ -265,23 +296,9 @@ def _sliding_window(config: PreTrainedConfig) -> int | None:
     return window if layer_types is None or "sliding_attention" in layer_types else None
 
 
-def _check_tensor_parallel(source: str, config: PreTrainedConfig, tp: int) -> None:
-    if tp == 1:
-        return
-    if config.model_type == "phi3":
-        raise ValueError(f"tp {tp}: transformers' plan for phi3 repeats attention on every rank; use tp 1 and sp {tp}")
-    shared = gcd(config.num_key_value_heads, config.intermediate_size)
-    if tp < 1 or shared % tp:
-        valid = [n for n in range(1, shared + 1) if shared % n == 0]
-        nearest = min(valid, key=lambda n: (abs(n - tp), n))
-        raise ValueError(
-            f"tp {tp}: must divide the {config.num_key_value_heads} KV heads and the MLP width "
-            f"{config.intermediate_size} of {source}; the nearest that does is {nearest}"
-        )
-
-
-def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """from_pretrained maps weights that already have `dtype` (measured: nothing private) and copies only converted ones."""
+def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dtype | str) -> PreTrainedModel:
+    """from_pretrained maps weights that already have `dtype` (measured: nothing private, nothing read) and copies only
+    converted ones; "auto": what they are stored in."""
     attention.register()
     if hasattr(config, "sliding_window"):
         config.sliding_window = None  # `check` let it pass, so it hides nothing; attention refuses to see one
@@ -303,14 +320,3 @@ def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dty
             raise ValueError(f"model {source}: {len(names)} weights are {complaint} (the first: {min(names)})")
     return module.eval()
 
-
-def _shard(module: PreTrainedModel, tp_mesh) -> None:
-    """Replace each weight by this rank's part of it, as transformers' plan for the architecture says."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    plan = module._expand_parallel_plan(module.tp_plan)
-    if module.config.tie_word_embeddings:
-        # The plan names the tied weight twice, and sharding it once leaves the head with the whole of it.
-        del plan["lm_head.weight"]
-    apply_tensor_parallelism(module, tp_mesh, plan)
-    module.tie_weights()

@@ -14,20 +14,27 @@ Progress = Callable[[float, int], None]  # (prompt tokens done, of all), called 
 Part = tuple[int, int, int]  # sequence, first token, tokens
 
 
-def run_layer(model: ServedModel, cache: PackedCache, layer: int, hidden: torch.Tensor, start: int) -> torch.Tensor:
+def run_layer(
+    model: ServedModel, cache: PackedCache, layer: int, hidden: torch.Tensor, start: int, round_rows: int | None = None
+) -> torch.Tensor:
     """One decoder layer over hidden [1, n, E] of tokens start .. start + n - 1; `cache.step` says of which sequence."""
     positions = torch.arange(start, start + hidden.shape[1], device=hidden.device).unsqueeze(0)
-    return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache)
+    return model.layer(layer, hidden, positions, model.rotary(hidden, positions), cache, round_rows)
 
 
 def exact(
-    model: ServedModel, caches: list[PackedCache], prompts: list[list[int]], rounds: list[list[Part | None]], progress: Progress
+    model: ServedModel,
+    caches: list[PackedCache],
+    prompts: list[list[int]],
+    rounds: list[list[Part | None]],
+    progress: Progress,
+    heads_at_once: int | None = None,
 ) -> torch.Tensor:
     """Walk the layers, not the prompt: all chunks go through a layer with its exact keys, then its pages are sealed.
 
     rounds: what each sequence rank works on at a time; a chunk's keys reach all ranks before the next round. No prompt token
     ever sees a quantised key, so one walk fills all `caches`. Memory: hidden states of this rank's chunks and the keys and
-    values of one layer.
+    values of one layer, whole or (heads_at_once) for some KV heads at a time, see prompt.py.
     Returns hidden [sequences, E] of the last tokens; only the rows whose last chunk is this rank's are filled.
     """
     cache = caches[0]
@@ -43,14 +50,16 @@ def exact(
         states.copy_(model.embed(as_ids(prompts[sequence][start : start + tokens], model))[0])
     for index, (layer, *others) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         for sequence, prompt in enumerate(prompts):
-            layer.begin_prompt(sequence, len(prompt), others)
+            layer.begin_prompt(sequence, len(prompt), others, heads_at_once)
         for turn, parts in enumerate(rounds):
             own = parts[rank]
             cache.step = Step([own[0]] if own else [], round=parts)
+            widest = max(part[2] for part in parts if part)
             if own:
-                hidden[own].copy_(run_layer(model, cache, index, hidden[own].unsqueeze(0), own[1])[0])
+                hidden[own].copy_(run_layer(model, cache, index, hidden[own].unsqueeze(0), own[1], widest)[0])
             else:
                 layer.receive(None)
+                model.idle(index, widest)
             progress(total * (index * len(rounds) + turn + 1) / (len(rounds) * len(cache.layers)), total)
         for sequence in range(len(prompts)):
             layer.finish_prompt(sequence, others)

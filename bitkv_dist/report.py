@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 
+from bitkv_dist import promise
 from bitkv_dist.codec.interface import ReadCount
 from bitkv_dist.engine import Engine, Result
 from bitkv_dist.kernels import dispatch
@@ -14,6 +15,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     """The JSON object of a run (schema 1); collective, every rank calls it."""
     mesh, world = engine.mesh, engine.mesh.world
     kv = cache_report(engine)
+    shared = "helix" if mesh.split.helix else "replicated"
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "schema": 1,
@@ -23,6 +25,8 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "finish_reason": result.finish_reason,
         "prefill": engine.prefill,
         "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
+        "promise": promise.over_grids(str(engine.model.dtype).removeprefix("torch."), shared, mesh.exchange),
+        "exchange": exchange_report(engine),
         "kv": kv,
         "timing": {
             "load_s": load_s,
@@ -38,9 +42,17 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     }
 
 
+def exchange_report(engine: Engine) -> dict:
+    """The layout of the weights, how attention is exchanged over the SP ranks, and the bytes that a rank receives through it
+    per layer, mean over decode steps (all sequences of the batch together); None before a step."""
+    mesh = engine.mesh
+    received = ratio(engine.exchanged_bytes, engine.exchanged_steps * engine.model.layers)
+    return {"layout": mesh.split.layout, "kind": mesh.exchange, "bytes_per_layer": received}
+
+
 def kernel_report(engine: Engine) -> dict:
-    """Which kernels encoded and attended to sealed pages, and why these; the type that the weights are kept in; whether decode
-    steps were graphs."""
+    """Which kernels encoded and attended to sealed pages, and why these; what did the rest of a decode step, the type that the
+    weights are kept in, and whether decode steps were graphs."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
     codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
@@ -48,7 +60,8 @@ def kernel_report(engine: Engine) -> dict:
     if backend != dispatch.REFERENCE and unserved:
         backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
     weights = str(engine.model.weights).removeprefix("torch.")
-    return {"backend": backend, "reason": reason, "weights": weights, "graph": engine.config.graph}
+    dense = f"torch ({engine.model.undecoded})" if engine.model.undecoded else "compiled"
+    return {"backend": backend, "reason": reason, "dense": dense, "weights": weights, "graph": engine.config.graph}
 
 
 def cache_report(engine: Engine) -> dict:
@@ -77,8 +90,10 @@ def cache_report(engine: Engine) -> dict:
         "ratio_total": ratio(bf16_bytes, sum(bytes_per_rank)),
         "bytes_total": sum(bytes_per_rank),
         "bytes_per_rank": bytes_per_rank,
+        "codebook_bytes_per_rank": cache.book_bytes,
         "bf16_bytes": bf16_bytes,
         "ratio": 16 / cache.stored_bits_per_element,
+        "copies": mesh.split.replicas(model.kv_heads),
         "sealed_tokens": sealed,
         "exact_tokens": tokens - sealed,
     } | mass_report(engine)

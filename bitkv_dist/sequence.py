@@ -12,6 +12,7 @@ from bitkv_dist.codec.tuning import Tuning
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import lane_width
+from bitkv_dist.prompt import Prompt
 from bitkv_dist.sealed import SealedStore
 
 
@@ -37,7 +38,7 @@ class SequenceState:
         self.exact = torch.zeros(room, dtype=shape.dtype, device=shape.device)
         self.sealed = SealedStore(GRANULE_TOKENS // config.page_tokens, shape.kv_heads, record_bytes, shape.device)
         self.reserved_granules = 0  # of all ranks, that room was announced for
-        self.prompt: torch.Tensor | None = None  # [2, HK, T, D] during an exact prefill
+        self.prompt: Prompt | None = None  # during an exact prefill
         self.tuning = tuning
         # Of an exact prefill: after how many tokens a query teaches, and those queries [HK, 1, G, D] in base 2.
         self.probe_ends: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -14,8 +14,9 @@ from rich.console import Console
 
 from bitkv_dist import checkpoint
 from bitkv_dist import model as models
+from bitkv_dist.calibrated import Origin, read_origin
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig, build
+from bitkv_dist.config import CALIBRATED, CacheConfig, build
 from bitkv_dist.evaluate import perplexity
 from bitkv_dist.evaluate.ledger import Ledger
 from bitkv_dist.launch.display import Bar
@@ -43,18 +44,45 @@ class Bench:
     def columns(self) -> dict[str, CacheConfig]:
         """The caches of --compare by name, in their order, all with the common window."""
         window = {f"cache.{name}": value for name, value in self.window.items()}
-        found = {Path(name).stem: self.checked(build(name, window).cache) for name in self.asked.compare}
+        found = {Path(name).stem: self.built(name, window) for name in self.asked.compare}
         if len(found) < len(self.asked.compare):
             raise ValueError(f"compare {','.join(self.asked.compare)}: two of them have the same name; rename a file")
+        self.check_calibrations(found.values())
         return found
 
     def cache(self) -> CacheConfig:
         """The one cache of --config, with its own window where no flag says otherwise."""
-        return self.checked(build(self.asked.config, self.asked.overrides).cache)
+        found = self.built(self.asked.config, self.asked.overrides)
+        self.check_calibrations([found])
+        return found
 
-    def checked(self, cache: CacheConfig) -> CacheConfig:
+    def built(self, name: str, overrides: dict[str, Any]) -> CacheConfig:
+        """The cache of a preset, a YAML file, a calibration file, or a codec that a file of --calibration was made for."""
+        if name in CALIBRATED:
+            files = [path for path in self.asked.calibration if self.origin(path).codec == name]
+            if len(files) != 1:
+                rule = f"{len(files)} files of --calibration hold its codebooks, it takes one"
+                remedy = f"give one made by bitkv calibrate --codec {name}, or name the files themselves"
+                raise ValueError(f"codec {name}: {rule}; {remedy}")
+            name = files[0]
+        if Path(name).suffix == ".safetensors":
+            calibrated = {"cache.codec": self.origin(name).codec, "cache.calibration": name}
+            name, overrides = "exact", overrides | calibrated
+        cache = build(name, overrides).cache
         cache.check_model(self.model_config.num_hidden_layers, models.head_dim_of(self.model_config))
         return cache
+
+    def origin(self, path: str) -> Origin:
+        try:
+            return read_origin(path)
+        except ValueError as error:
+            raise ValueError(f"calibration {path!r}: {error}") from None
+
+    def check_calibrations(self, caches: Iterable[CacheConfig]) -> None:
+        """Refuse a file of --calibration that no cache reads."""
+        for path in set(self.asked.calibration) - {cache.calibration for cache in caches}:
+            rule = f"nothing that is asked for is codec {self.origin(path).codec}"
+            raise ValueError(f"calibration {path!r}: {rule}; name the codec or leave it out")
 
     # -- texts
 

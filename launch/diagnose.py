@@ -25,17 +25,16 @@ def main(argv: list[str]) -> int:
     from bitkv_dist.parallel.digest import config_digest
     from bitkv_dist.parallel.mesh import start
 
-    model_config = models.check(run.generate.model, run.parallel.tp)
+    model_config = models.check(run.generate.model, run.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     run.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = start(run.parallel, say=shell.say_for_all)
-    place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
     dtype = getattr(torch, run.generate.dtype) if run.generate.dtype else None
-    model = models.load(run.generate.model, dtype=dtype, device=mesh.world.device, weights=run.generate.weights, **place)
+    model = models.load(run.generate.model, dtype=dtype, device=mesh.world.device, weights=run.generate.weights, ranks=mesh)
     mesh.ready()
 
     world = {"size": mesh.world.size, "tp": mesh.tp, "sp": mesh.sp}
-    world |= {"launcher": mesh.world.launcher, "backend": mesh.world.backend}
+    world |= {"layout": mesh.split.layout, "launcher": mesh.world.launcher, "backend": mesh.world.backend}
     world["ranks"] = probes.hosts(mesh, config_digest(run.cache))
     report = {"schema": 1, "ok": True, "world": world, "rotation": _rotation(mesh, model, run.cache, args.inject)}
     report["versions"] = {"mismatches": probes.unlike_versions(world["ranks"])}

@@ -88,7 +88,8 @@ class Texts:
 def start_up_line(entry: Entry) -> str:
     """What one rank runs on."""
     threads = f"{entry.threads} thread" + ("s" if entry.threads != 1 else "")
-    return f"bitkv: {entry.name} on {entry.device}, backend {entry.backend}, {threads}"
+    cores = f" on cores {entry.cores}" if entry.cores else ""
+    return f"bitkv: {entry.name} on {entry.device}, backend {entry.backend}, {threads}{cores}"
 
 
 def summary(report: dict[str, Any]) -> list[str]:
@@ -104,8 +105,23 @@ def summary(report: dict[str, Any]) -> list[str]:
         ("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total"),
         ("bits per element", f"{stored} stored, {read} read ({kv['codec']})"),
         ("kernel", f"{kernel['backend']} ({kernel['reason']})"),
+        *exchange_rows(report),
     )
     return [f"{name:<17} {value}" for name, value in rows]
+
+
+def exchange_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What several ranks exchange, and what holds for their answers."""
+    world, exchange, promise = report["world"], report["exchange"], report["promise"]
+    if world["size"] == 1:
+        return []
+    received = exchange["bytes_per_layer"]
+    shown = "" if received is None else f", {received:,.0f} bytes received per layer and step"
+    copies = f"; each KV head is kept by {report['kv']['copies']} TP ranks" if report["kv"]["copies"] > 1 else ""
+    return [
+        ("exchange", f"{exchange['kind']}, layout {exchange['layout']}{shown}{copies}"),
+        ("one answer", f"at another sp {promise['other_sp']}; at another tp or layout {promise['other_tp_or_layout']}"),
+    ]
 
 
 def _shown(number: float | None, unit: str = "") -> str:

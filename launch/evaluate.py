@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def _options(given: argparse.Namespace) -> SimpleNamespace:
     """What the task reads, with what it does without; ValueError for a flag that it does not read."""
     defaults = TASKS[given.task]
-    common = {name: value for name, value in vars(given).items() if name in ("task", "text", "json")}
+    common = {name: value for name, value in vars(given).items() if name in ("task", "text", "json", "calibration")}
     overrides = {name: value for name, value in vars(given).items() if "." in name}
     special = {name: value for name, value in vars(given).items() if name in {name for task in TASKS.values() for name in task}}
     for name in special:
@@ -84,10 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     texts = {"nargs": "+", "action": "extend", "required": True, "metavar": "FILE"}
     parser.add_argument("--text", **texts, help="UTF-8; ppl takes several")
     parser.add_argument("--json", type=shell.output_file, metavar="FILE", help="results; what it holds is not run again")
+    made = {"nargs": "+", "action": "extend", "default": [], "metavar": "FILE"}
+    parser.add_argument("--calibration", **made, help="of bitkv calibrate: what columns tailored and residual read")
     flags.add_field_flags(parser.add_argument_group("model and window, the same for all columns"), _FIELDS)
     group = parser.add_argument_group("tasks")
-    _add(group, "--compare", _names, "NAMES", f"ppl, retrieval: presets or YAML files, comma-separated ({COLUMNS})")
-    _add(group, "--config", str, "NAME", "drift, sensitivity: preset or YAML file (4bit; 1bit)")
+    columns = f"ppl, retrieval: presets, YAML or calibration files, codecs of --calibration; comma-separated ({COLUMNS})"
+    _add(group, "--compare", _names, "NAMES", columns)
+    _add(group, "--config", str, "NAME", "drift, sensitivity: one such (4bit; 1bit)")
     _add(group, "--positions", _positions, "A:B", "ppl, sensitivity: tokens to predict (512:1536; 512:1024)")
     _add(group, "--context", _list_of(int), "N,..", "retrieval: tokens of a prompt (2048); drift: of the text (2048)")
     _add(group, "--depths", _list_of(float), "X,..", "retrieval: where the fact stands, 0 to 1 (0.1,0.3,0.5,0.7,0.9)")

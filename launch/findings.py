@@ -31,7 +31,8 @@ def show(report: dict) -> None:
 
 def _show_ranks(console: Console, report: dict) -> None:
     world, rotation = report["world"], report["rotation"]
-    table = Table(title=f"{world['size']} ranks, tp {world['tp']} x sp {world['sp']}, {world['launcher']}, {world['backend']}")
+    grid = f"tp {world['tp']} x sp {world['sp']}, layout {world['layout']}"
+    table = Table(title=f"{world['size']} ranks, {grid}, {world['launcher']}, {world['backend']}")
     for heading in ("rank", "sp", "tp", "host", "device", "threads", "GiB free", "clock ms", "config", "rotation"):
         table.add_column(heading)
     odd_ranks = {mismatch["rank"] for mismatch in rotation["mismatches"]}
@@ -60,7 +61,8 @@ def _show_network(console: Console, network: dict) -> None:
         table.add_row(f"{row['a']} - {row['b']}", f"{row['latency_us']:,.0f}", f"{row['gb_s']:,.2f}")
     console.print(table)
     reduced = "" if network["all_reduce_us"] is None else f", all-reduce {network['all_reduce_us']:,.0f} us"
-    collectives = f"exchange of a layer {network['exchange_us']:,.0f} us, token broadcast {network['broadcast_us']:,.0f} us"
+    exchange = f"exchange of a layer ({network['exchange']}) {network['exchange_us']:,.0f} us"
+    collectives = f"{exchange}, token broadcast {network['broadcast_us']:,.0f} us"
     console.print(f"network: {collectives}{reduced}; {network['step_ms']:,.2f} ms of each decode step")
 
 

@@ -15,7 +15,8 @@ _MODEL = (
     ("--weights", "generate.weights", "kept in: model (that is --dtype), bfloat16 (rounding if need be) or auto (if not)"),
 )
 _CACHE = (
-    ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline) or exact"),
+    ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline), exact, tailored or residual"),
+    ("--calibration", "cache.calibration", "tailored, residual: the file that bitkv calibrate made"),
     ("--kv-bits", "cache.kv_bits", "bits of keys and values, all scanned; 16 = exact"),
     ("--key-bits", "cache.key_bits", "bits stored of a key element"),
     ("--value-bits", "cache.value_bits", "bits stored of a value element"),
@@ -26,7 +27,10 @@ _CACHE = (
 _GRID = (
     ("--tp", "parallel.tp", "tensor-parallel ranks"),
     ("--sp", "parallel.sp", "sequence-parallel ranks; all ranks / tp without it"),
+    ("--layout", "parallel.layout", "weights behind attention: replicated over SP, or helix: shared by all ranks"),
+    ("--exchange", "parallel.exchange", "of attention: allgather, alltoall (helix), allreduce (not bit-identical) or auto"),
     ("--device", "parallel.device", "auto, cpu or cuda"),
+    ("--bind", "parallel.bind", "auto: each rank to its own cores, or those near its GPU; or none"),
     ("--start-timeout", "parallel.start_timeout_s", "seconds that ranks wait for each other while they start and load"),
     ("--step-timeout", "parallel.step_timeout_s", "seconds that they wait for each other afterwards"),
     ("--cpu-isa", "parallel.cpu_isa", "of the CPU kernels, where hosts differ: auto, avx512, avxvnni, avx2 or portable"),

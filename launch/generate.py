@@ -32,6 +32,7 @@ NAME = "generate"
 STDOUT = "-"
 _VALUES = (
     ("--prefill", "generate.prefill", "exact, packed, or auto: exact if it fits into memory"),
+    ("--prefill-memory", "generate.prefill_memory_gb", "GB that a layer's prompt keys may take; less means more exchange"),
     ("--chunk", "generate.chunk", "tokens per piece of prefill work; divides 512"),
     ("--max-new-tokens", "generate.max_new_tokens", "tokens to generate at most"),
     ("--temperature", "generate.temperature", "0 = greedy"),
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     from bitkv_dist.parallel import mesh as meshes
 
     transformers.logging.set_verbosity_error()
-    model_config = models.check(config.generate.model, config.parallel.tp)
+    model_config = models.check(config.generate.model, config.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
     mesh = meshes.start(config.parallel, say=shell.say_for_all)
@@ -137,14 +138,16 @@ class _Run:
         mesh, world, generate = self._mesh, self._mesh.world, self._config.generate
         self._console.print(*map(start_up_line, mesh.roll), sep="\n")
         dtype = getattr(torch, generate.dtype) if generate.dtype else None
-        place = {"device": world.device, "weights": generate.weights}
-        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place, **shard)
+        place = {"device": world.device, "weights": generate.weights, "ranks": mesh}
+        model = models.load(generate.model, dtype=dtype, progress=self._load_bar, **place)
         self._engine = Engine(model, self._config.cache, mesh, generate)
         mesh.ready()
         self._load_s = time.perf_counter() - started
-        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}) by {world.launcher}"
+        grid = f"world size {world.size} (sp {mesh.sp} x tp {mesh.tp}, layout {mesh.split.layout}) by {world.launcher}"
         self._console.print(f"bitkv: {grid}, backend {world.backend}, device {world.device.type}, {model.dtype}")
+        if (copies := mesh.split.replicas(model.kv_heads)) > 1:
+            said = f"{model.kv_heads} KV heads for tp {mesh.tp}: each is kept by {copies} ranks, memory that sp would not take"
+            self._console.print(f"bitkv: {said}")
         self._console.print(f"bitkv: rotation digest {self._engine.rotation_digest}, agreed by all ranks")
         self.checkpoints.load(self._engine, prompts)
         if self.checkpoints.fill is None:

@@ -28,8 +28,10 @@ _FIELDS = (
     ("--model", "generate.model", "built-in name, directory, .gguf file or hub id"),
     ("--dtype", "generate.dtype", f"float32, bfloat16 or float16 ({DTYPE})"),
     ("--prefill", "generate.prefill", "exact, packed, or auto: exact where it fits"),
+    ("--prefill-memory", "generate.prefill_memory_gb", "GB that a layer's prompt keys may take in an exact prefill"),
     ("--tp", "parallel.tp", "look at the grids with so many tensor-parallel ranks"),
     ("--sp", "parallel.sp", "look at the grid with so many sequence-parallel ranks"),
+    ("--layout", "parallel.layout", "weights behind attention: replicated over SP, or helix: shared by all ranks"),
 )
 
 
@@ -75,6 +77,8 @@ def make_plan(asked: argparse.Namespace, run: RunConfig) -> Plan:
         getattr(torch, run.generate.dtype or DTYPE),
         run.generate.prefill,
         run.generate.chunk,
+        run.generate.prefill_memory_gb,
+        layout=run.parallel.layout,
     )
     return grids.plan(job, machine, tp, sp)
 
@@ -108,6 +112,7 @@ def as_dict(found: Plan, warnings: list[str]) -> dict[str, Any]:
         "bandwidth_gb_s": machine.gpu.bandwidth_gb_s,
         "node_size": machine.node_size,
         "grid": chosen.ranks,
+        "layout": job.layout,
         **{name: value for name, value in chosen.as_dict().items() if name not in ("tp", "sp")},
         "best_grid": found.best.ranks,
         "estimated": ["ms_per_token", "sharding_pays_above_tokens", "the workspace in bytes_per_rank.prefill_peak"],

@@ -12,7 +12,7 @@ from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.parallel import links, roll
 from bitkv_dist.parallel.digest import combine, digest64, odd_ones
-from bitkv_dist.parallel.placement import slots
+from bitkv_dist.parallel.exchange import Exchange
 
 if TYPE_CHECKING:
     from bitkv_dist.model import ServedModel
@@ -62,19 +62,20 @@ def unlike_versions(rows: list[dict]) -> list[dict]:
 
 def network(mesh: Mesh, model: ServedModel) -> dict:
     """Latency and bandwidth of every pair, and the collectives of a decode step of one sequence at their real sizes."""
-    partials = torch.zeros(1, slots(mesh.sp), model.local_heads, 2 + model.head_dim, device=model.device)
+    sent_bytes, exchange = Exchange(mesh, model.heads_of_sequence_ranks()).collective(model.head_dim, model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     found = {
-        "pairs": links.pairs(mesh, partials.numel() * 4),
-        "exchange_bytes": partials.numel() * 4,
-        "exchange_us": links.collective_s(mesh, lambda: mesh.gather_sp(partials)) * 1e6,
+        "pairs": links.pairs(mesh, sent_bytes),
+        "exchange": mesh.exchange,
+        "exchange_bytes": sent_bytes,
+        "exchange_us": links.collective_s(mesh, exchange) * 1e6,
         "broadcast_us": links.collective_s(mesh, lambda: mesh.broadcast_tensor(tokens)) * 1e6,
         "all_reduce_us": None,
     }
     step_us = model.layers * found["exchange_us"] + found["broadcast_us"]
-    if mesh.tp > 1:
-        found["all_reduce_us"] = links.collective_s(mesh, lambda: links.all_reduce_tp(mesh, hidden)) * 1e6
+    if mesh.split.parts > 1:
+        found["all_reduce_us"] = links.collective_s(mesh, lambda: mesh.sum(hidden, mesh.split.helix)) * 1e6
         step_us += 2 * model.layers * found["all_reduce_us"]
     return found | {"step_ms": step_us / 1e3}
 

@@ -26,7 +26,7 @@ SIDES = {"layer": ("KV",), "side": ("K", "V")}
 def ppl(bench: Bench) -> None:
     """A cell is a column on a text; the columns that a text misses walk it together with the exact one."""
     caches, texts = bench.columns(), bench.texts()
-    columns = {f"codec {name}": asdict(cache) for name, cache in caches.items()}
+    columns = {f"codec {name}": cache.identity() for name, cache in caches.items()}
     digests = {f"text {name}": bench.digest(path) for name, path in texts.items()}
     ledger = bench.ledger(("codec", "text"), columns | digests | {"positions": bench.asked.positions})
     missing = {text: [name for name in caches if ledger.find(name, text) is None] for text in texts}
@@ -47,7 +47,7 @@ def ppl(bench: Bench) -> None:
 def retrieval(bench: Bench) -> None:
     """A cell is a column, a context, a depth and a kind of question; the columns that miss a prompt read it together."""
     asked, caches, path = bench.asked, bench.columns(), bench.text()
-    columns = {f"codec {name}": asdict(cache) for name, cache in caches.items()}
+    columns = {f"codec {name}": cache.identity() for name, cache in caches.items()}
     settings = columns | {"text": bench.digest(path), "trials": asked.trials}
     ledger = bench.ledger(("codec", "context", "depth", "task"), settings)
     check_riddles(bench)
@@ -101,7 +101,7 @@ def drift(bench: Bench) -> None:
         limits = f"the text has {len(ids)} tokens, the model {bench.max_positions} positions"
         raise ValueError(f"context {given}: must be one number up to {most}; {limits}")
     name = Path(bench.asked.config).stem
-    ledger = bench.ledger(("layer", "head"), {"cache": asdict(cache), "text": bench.digest(path), "context": tokens})
+    ledger = bench.ledger(("layer", "head"), {"cache": cache.identity(), "text": bench.digest(path), "context": tokens})
     if not ledger.rows:
         found = drifts.drift(bench.model, cache, ids[:tokens], progress=bench.progress(f"drift of {name}"))
         ledger.add(asdict(head) for head in found)
@@ -118,7 +118,7 @@ def sensitivity(bench: Bench) -> None:
     steps = raising.raises(config, bench.shape.layers, SIDES[asked.by], asked.raise_bits)
     if asked.budget_bits is not None:
         raising.check_budget(config, bench.shape, asked.budget_bits)
-    settings = {"cache": asdict(config), "text": bench.digest(path), "positions": asked.positions}
+    settings = {"cache": config.identity(), "text": bench.digest(path), "positions": asked.positions}
     ledger = bench.ledger(("step",), settings)
 
     measure(bench, ledger, path, {"base": config} | {str(step): raising.raised(config, [step]) for step in steps})

@@ -26,14 +26,16 @@ LAUNCHERS = ("deepspeed", "torchrun", "mpirun")
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 120) -> list[Any]:
+def run_ranks(size: int, function: Callable, *args: Any, tp: int = 1, timeout_s: float = 120, **parallel: Any) -> list[Any]:
     """`function(mesh, *args)` of every rank, in rank order. It must stand at the top level of its file, its values must pickle.
 
-    Ranks check the shapes that they gather. A rank that raises fails the test with the tracebacks of all ranks.
+    parallel: other fields of ParallelConfig. Ranks check the shapes that they gather. A rank that raises fails the test with
+    the tracebacks of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder, "task")
-        task.write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, tp)))
+        settings = {"tp": tp} | parallel
+        task.write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, settings)))
         port = free_port()
         ranks = [_start_rank(rank, size, port, Path(folder)) for rank in range(size)]
         try:
@@ -66,7 +68,7 @@ def _wait(ranks: Sequence[subprocess.Popen], deadline: float) -> None:
 
 
 def _rank_main(folder: Path, rank: int) -> None:
-    file, name, args, tp = pickle.loads(Path(folder, "task").read_bytes())
+    file, name, args, parallel = pickle.loads(Path(folder, "task").read_bytes())
     spec = spec_from_file_location(Path(file).stem, file)
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -74,7 +76,7 @@ def _rank_main(folder: Path, rank: int) -> None:
     from bitkv_dist.config import ParallelConfig
     from bitkv_dist.parallel.mesh import start
 
-    mesh = start(ParallelConfig(tp=tp, device="cpu", start_timeout_s=100, step_timeout_s=100), check_shapes=True)
+    mesh = start(ParallelConfig(device="cpu", start_timeout_s=100, step_timeout_s=100, **parallel), check_shapes=True)
     result = getattr(module, name)(mesh, *args)
     Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
     mesh.close()

@@ -1,6 +1,7 @@
-"""Sequence ranks as threads of this process: the engine's real code for any number of ranks, without starting processes.
+"""Ranks as threads of this process: the engine's real code for any grid, without starting processes.
 
-`run(size, function, *args)` is called like `ranks.run_ranks`: `function(mesh, *args)` of every rank, results in rank order.
+`run(size, function, *args, tp=, layout=)` is called like `ranks.run_ranks`: `function(mesh, *args)` of every rank, results in
+rank order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from bitkv_dist.parallel.world import World
+from bitkv_dist.split import Split
 
 
 class _Meeting:
@@ -30,26 +32,59 @@ class _Meeting:
         return everything
 
 
+class _Meetings:
+    """Of all ranks, of each TP group by its sp_rank, of each SP group by its tp_rank."""
+
+    def __init__(self, size: int, tp: int) -> None:
+        self.size, self.world = size, _Meeting(size)
+        self.tp, self.sp = [_Meeting(tp) for _ in range(size // tp)], [_Meeting(size // tp) for _ in range(tp)]
+
+    def abort(self) -> None:
+        for meeting in (self.world, *self.tp, *self.sp):
+            meeting.barrier.abort()
+
+
+def alike(tensors: list[torch.Tensor]) -> torch.Tensor:
+    described = {(tuple(t.shape), t.dtype) for t in tensors}
+    assert len(described) == 1, f"the ranks bring different tensors: {described}"
+    return torch.stack(tensors)
+
+
 class SimulatedMesh:
-    """The part of `Mesh` that an engine calls, for `size` sequence ranks."""
+    """The part of `Mesh` that an engine and a sharded model call."""
 
-    tp, tp_rank, tp_mesh = 1, 0, None
-
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self._meeting = meeting
-        self.sp, self.sp_rank = meeting.size, rank
-        self.world = World(rank, meeting.size, rank, meeting.size, "here", "python", "threads", torch.device("cpu"), 1)
-        self.gathers = 0
+    def __init__(self, meetings: _Meetings, rank: int, tp: int, layout: str, exchange: str | None) -> None:
+        self.tp, self.sp = tp, meetings.size // tp
+        self.sp_rank, self.tp_rank = divmod(rank, tp)
+        self._world, self._tp, self._sp = meetings.world, meetings.tp[self.sp_rank], meetings.sp[self.tp_rank]
+        self.split = Split(self.tp, self.sp, self.tp_rank, self.sp_rank, layout)
+        self.world = World(rank, self.tp * self.sp, rank, meetings.size, "here", "python", "threads", torch.device("cpu"), 1)
+        self.gathers = self.sp_bytes = 0
+        self.exchange = exchange or ("alltoall" if self.split.helix else "allgather")
 
     def gather_sp(self, t: torch.Tensor) -> torch.Tensor:
         self.gathers += 1
-        tensors = self.gather_objects(t.clone())
-        described = {(tuple(other.shape), other.dtype) for other in tensors}
-        assert len(described) == 1, f"the ranks bring different tensors: {described}"
-        return torch.stack(tensors)
+        self.sp_bytes += (self.sp - 1) * t.nbytes
+        return alike(self._sp.exchange(self.sp_rank, t.clone()))
+
+    def gather(self, t: torch.Tensor, everyone: bool) -> torch.Tensor:
+        return alike(self.gather_objects(t.clone()) if everyone else self._tp.exchange(self.tp_rank, t.clone()))
+
+    def sum(self, t: torch.Tensor, everyone: bool) -> torch.Tensor:
+        return self.gather(t, everyone).sum(0)
+
+    def sum_sp(self, t: torch.Tensor) -> torch.Tensor:
+        return alike(self._sp.exchange(self.sp_rank, t.clone())).sum(0)
+
+    def largest_sp(self, t: torch.Tensor) -> torch.Tensor:
+        return alike(self._sp.exchange(self.sp_rank, t.clone())).amax(0)
+
+    def swap_sp(self, t: torch.Tensor) -> torch.Tensor:
+        self.sp_bytes += (self.sp - 1) * t.nbytes // self.sp
+        return alike(self._sp.exchange(self.sp_rank, t.clone()))[:, self.sp_rank]
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        return self._meeting.exchange(self.sp_rank, thing)
+        return self._world.exchange(self.world.rank, thing)
 
     def broadcast(self, thing: Any) -> Any:
         return self.gather_objects(thing)[0]
@@ -68,15 +103,17 @@ class SimulatedMesh:
         return all(torch.equal(digests, other) for other in self.gather_objects(digests.clone()))
 
 
-def run(size: int, function: Callable, *args: Any) -> list[Any]:
+def run(
+    size: int, function: Callable, *args: Any, tp: int = 1, layout: str = "replicated", exchange: str | None = None
+) -> list[Any]:
     """The first failure of a rank is raised; the others are released from what they wait for."""
-    meeting = _Meeting(size)
+    meetings = _Meetings(size, tp)
 
     def rank_main(rank: int) -> Any:
         try:
-            return function(SimulatedMesh(meeting, rank), *args)
+            return function(SimulatedMesh(meetings, rank, tp, layout, exchange), *args)
         except BaseException:
-            meeting.barrier.abort()
+            meetings.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

@@ -64,7 +64,7 @@ def check_hosts_links_and_first_step(report, shown):
     assert network["exchange_bytes"] == 4 * (2 + 16) * 4  # heads of m, l and o[D], one slot of fp32
     assert network["step_ms"] > 0 and network["exchange_us"] > 0 and network["broadcast_us"] > 0
     assert len(report["dry_run"]["token_ids"]) == 3 and report["dry_run"]["mismatches"] == []
-    assert "network: exchange of a layer" in shown and "dry run: 3 tokens, the same everywhere" in shown
+    assert "network: exchange of a layer (allgather)" in shown and "dry run: 3 tokens, the same everywhere" in shown
 
 
 @pytest.mark.slow

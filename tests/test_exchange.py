@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from bitkv_dist.parallel.exchange import combine, in_tree_order
+from bitkv_dist.parallel.exchange import combine, combine_heads, combine_sums, in_tree_order
 from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, root
+from bitkv_dist.split import Split
 
 DIM = 4
 
@@ -79,3 +80,65 @@ def test_received_nodes_are_put_in_tree_order(ranks, sequence):
         for slot, residue in enumerate(residues(rank, sequence, ranks)):
             gathered[rank, slot] = residue
     assert in_tree_order(gathered, sequence, ranks).m.tolist() == list(range(residue_count(ranks)))
+
+
+def own_heads(everyone: list[list[Partial]], heads: list[range], wanted: list[Partial]) -> bool:
+    """Whether each rank has the bits of `wanted` for its heads, and nothing for the others; Partials [HK, n, G]."""
+    for roots, own in zip(everyone, heads, strict=True):
+        for found, whole in zip(roots, wanted, strict=True):
+            flat = [Partial(*(part.transpose(0, 1).flatten(1, 2) for part in partial)) for partial in (found, whole)]
+            index = list(own)
+            if not all(torch.equal(a[:, index], b[:, index]) for a, b in zip(*flat, strict=True)):
+                return False
+            rest = [head for head in range(flat[0].m.shape[1]) if head not in own]
+            if not torch.isneginf(flat[0].m[:, rest]).all() or flat[0].o[:, rest].any():
+                return False
+    return True
+
+
+def received(own: list[Partial], rank: int, sequences: list[int], ranks: int, heads: list[range], sent: torch.Tensor) -> list:
+    return combine_heads(own, sequences, rank, ranks, heads, lambda t: sent[:, rank])
+
+
+@pytest.mark.parametrize(("ranks", "sequences"), [(2, [0]), (3, [2]), (4, [0, 1]), (8, [1, 0, 5]), (12, [0])])
+def test_all_to_all_leaves_each_rank_its_heads(ranks, sequences):
+    """9 heads in 3 groups, two queries: shares of the 9 x 64 dims of the output projection's input touch whole heads."""
+    heads = [Split(1, ranks, 0, rank, "helix").touched_heads(9, 64) for rank in range(ranks)]
+    nodes = [random_nodes(residue_count(ranks), (3, 2, 3), sequence) for sequence in sequences]
+    wanted = [root(node) for node in nodes]
+    own, sent = [], []
+    for rank in range(ranks):
+        own.append([only(node, residues(rank, sequence, ranks)) for node, sequence in zip(nodes, sequences, strict=True)])
+        combine_heads(own[rank], sequences, rank, ranks, heads, lambda t: sent.append(t) or t.clone())
+    stacked = torch.stack(sent)  # [from, to, ..]
+    assert stacked.shape[4:] == (2, max(map(len, heads)), 2 + DIM) and not stacked.isnan().any()
+    place = sequences, ranks, heads
+    everyone = [received(own[rank], rank, *place, stacked) for rank in range(ranks)]
+    assert own_heads(everyone, heads, wanted)
+
+
+def test_nine_heads_on_four_ranks():
+    """144 dims each: a rank gets every head that it touches, two of them from two sides."""
+    heads = [Split(1, 4, 0, rank, "helix").touched_heads(9, 64) for rank in range(4)]
+    assert [list(own) for own in heads] == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_all_reduce_is_the_root_up_to_rounding(ranks):
+    """An empty set too; what a rank holds of other ranks' nodes reaches nobody."""
+    nodes = random_nodes(residue_count(ranks), (2, 1, 3), 0)
+    for part, nothing in zip(nodes, (-math.inf, 0.0, 0.0), strict=True):
+        part[:, 0, 0, 1] = nothing
+    tops, sums = [], []
+    for round_ in range(3):
+        for rank in range(ranks):
+            mine = [only(nodes, residues(rank, 0, ranks))]
+            largest = (lambda t: tops.append(t) or t) if round_ == 0 else lambda t: torch.stack(tops).amax(0)
+            total = (lambda t: t) if round_ == 0 else (lambda t: sums.append(t) or t)
+            if round_ == 2:
+                total = lambda t: torch.stack(sums).sum(0)  # noqa: E731
+            (found,) = combine_sums(mine, [0], rank, ranks, largest, total)
+    whole = root(nodes)
+    torch.testing.assert_close(found.log_sum_exp(), whole.log_sum_exp(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.normalised(), whole.normalised(), atol=1e-5, rtol=0)
+    assert torch.isneginf(found.m[0, 0, 1])

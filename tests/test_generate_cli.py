@@ -41,6 +41,8 @@ REPORT = {
     "memory": {"peak_rss_bytes_per_rank"},
     "digest": {"rotation", "cache"},
     "kernel": {"backend", "reason"},
+    "promise": {"other_sp", "other_tp_or_layout"},
+    "exchange": {"layout", "kind", "bytes_per_layer"},
 }
 
 

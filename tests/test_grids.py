@@ -1,58 +1,113 @@
-"""TP x SP grids of real ranks give the tokens of one rank, and at one TP the same bytes for every SP (C31, C30, C22)."""
+"""Grids TP x SP in both layouts give the tokens of one rank, and at one TP the same bits for every SP (C31, C30, C22)."""
 
 from __future__ import annotations
 
 import pytest
+import simulated
 import torch
 from ranks import run_ranks
 from tiny import prompt, save
 
+from bitkv_dist import model as models
 from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.engine import Engine
 
 PROMPTS = [prompt(600), prompt(3)]
-CACHE = CacheConfig(key_bits=4, value_bits=4, page_tokens=64, sink_tokens=64, recent_tokens=64)
+TIERED = CacheConfig(key_bits=4, value_bits=4, scan_bits=1, page_tokens=64, sink_tokens=64, recent_tokens=64)
+NEW = 6
 
 
-def answers(mesh, folder: str) -> dict:
-    """Greedy tokens, tokens drawn with noise on this rank's logits, and the digest of the sealed bytes."""
-    from bitkv_dist import model as models
-    from bitkv_dist.engine import Engine
+class RecordingEngine(Engine):
+    """Keeps the logits that every choice was made from."""
 
-    shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-    model = models.load(folder, dtype=torch.float32, device=mesh.world.device, **shard)
-    engine = Engine(model, CACHE, mesh, GenerateConfig(max_new_tokens=6))
+    def __init__(self, *args) -> None:
+        self.logits: list[torch.Tensor] = []
+        super().__init__(*args)
+
+    def choose(self, logits, live, result, on_token):
+        self.logits.append(logits.clone())
+        return super().choose(logits, live, result, on_token)
+
+
+def answers(mesh, folder: str, cache: CacheConfig = TIERED, **generate) -> dict:
+    """Greedy tokens and their logits, tokens drawn with noise on this rank's logits, and the digest of the sealed bytes."""
+    model = models.load(folder, dtype=torch.float32, device=mesh.world.device, ranks=mesh)
+    engine = RecordingEngine(model, cache, mesh, GenerateConfig(max_new_tokens=NEW, **generate))
     greedy, digest = engine.generate(PROMPTS).token_ids, engine.cache_digest()
-    engine = Engine(model, CACHE, mesh, GenerateConfig(max_new_tokens=8, temperature=1.0))
+    logits = torch.stack(engine.logits)
+    engine = Engine(model, cache, mesh, GenerateConfig(max_new_tokens=8, temperature=1.0))
     head = model.head
     model.head = lambda hidden: head(hidden) + 0.01 * mesh.world.rank * torch.randn(len(hidden), 256)
-    return {"greedy": greedy, "digest": digest, "drawn": engine.generate(PROMPTS).token_ids}
+    drawn, received = engine.generate(PROMPTS).token_ids, engine.exchanged_bytes
+    return {"greedy": greedy, "digest": digest, "logits": logits, "drawn": drawn, "received": received}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return str(
-        save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16, intermediate_size=96)
-    )
+    sizes = {"num_key_value_heads": 2, "num_attention_heads": 8, "head_dim": 16, "intermediate_size": 100}
+    return str(save(tmp_path_factory.mktemp("model"), **sizes))
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder):
-    return run_ranks(1, answers, folder)[0]
+    return simulated.run(1, answers, folder)[0]
 
 
-@pytest.mark.parametrize("size,tp", [(4, 2), (4, 1), pytest.param(4, 4, marks=pytest.mark.slow)])
-def test_every_grid_gives_the_tokens_of_one_rank(folder, one_rank, size, tp):
-    ranks = run_ranks(size, answers, folder, tp=tp)
-    assert all(rank["greedy"] == one_rank["greedy"] for rank in ranks)
-    assert len({rank["digest"] for rank in ranks}) == 1
-    if tp == 1:
-        assert ranks[0]["digest"] == one_rank["digest"]
-    # No sampling seed, and another noise on every rank's logits: what rank 0 draws is what all feed.
-    assert all(rank["drawn"] == ranks[0]["drawn"] for rank in ranks)
+def check(everyone: list[dict], one: dict, tolerance: float = 1e-3) -> None:
+    """All ranks have the same bits, and the tokens of one rank."""
+    for rank in everyone:
+        assert rank["greedy"] == one["greedy"] and rank["drawn"] == everyone[0]["drawn"]
+        assert torch.equal(rank["logits"], everyone[0]["logits"]) and rank["digest"] == everyone[0]["digest"]
+    torch.testing.assert_close(everyone[0]["logits"], one["logits"], atol=tolerance, rtol=0)
+
+
+REAL = [(2, {"layout": "helix"})]
+SLOW = [(2, {"exchange": "allreduce"}), (4, {})]
+
+
+@pytest.mark.parametrize(("tp", "parallel"), [*REAL, *(pytest.param(*grid, marks=pytest.mark.slow) for grid in SLOW)])
+def test_grids_of_real_ranks(folder, one_rank, tp, parallel):
+    """No sampling seed, and another noise on every rank's logits: what rank 0 draws is what all feed."""
+    check(run_ranks(4, answers, folder, tp=tp, **parallel), one_rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("sp", [1, 2, 3])
+def test_replicated_grids(folder, one_rank, tp, sp):
+    """More TP ranks than the 2 KV heads keep copies of them. At one TP no number of SP ranks changes a bit."""
+    everyone = simulated.run(tp * sp, answers, folder, tp=tp)
+    check(everyone, one_rank)
+    if sp > 1:
+        alone = simulated.run(tp, answers, folder, tp=tp)[0]
+        assert torch.equal(everyone[0]["logits"], alone["logits"]) and everyone[0]["digest"] == alone["digest"]
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, 2), (1, 3), (1, 8), (2, 2), (4, 3)])
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+def test_helix_grids(folder, one_rank, tp, sp, prefill):
+    """Also where heads do not divide: 8 heads of 16 dims on 3 ranks. Attention over the same partials in another exchange is
+    the same to the bit."""
+    one = one_rank if prefill == "exact" else simulated.run(1, packed_answers, folder)[0]
+    function = answers if prefill == "exact" else packed_answers
+    everyone = simulated.run(tp * sp, function, folder, tp=tp, layout="helix")
+    # In a packed prefill hidden states pass through codes: a sum that rounds to the other side of a level moves it by one.
+    check(everyone, one, 1e-3 if prefill == "exact" else 5e-3)
+    if prefill == "exact":
+        gathered = simulated.run(tp * sp, function, folder, tp=tp, layout="helix", exchange="allgather")[0]
+        assert torch.equal(gathered["logits"], everyone[0]["logits"]) and gathered["digest"] == everyone[0]["digest"]
+        assert everyone[0]["received"] < gathered["received"] or sp == 1
+
+
+@pytest.mark.parametrize(("tp", "sp", "layout"), [(1, 3, "replicated"), (2, 2, "replicated"), (2, 2, "helix")])
+def test_grids_with_all_reduce(folder, one_rank, tp, sp, layout):
+    everyone = simulated.run(tp * sp, answers, folder, tp=tp, layout=layout, exchange="allreduce")
+    check(everyone, one_rank)
+
+
+def packed_answers(mesh, folder: str) -> dict:
+    return answers(mesh, folder, prefill="packed", chunk=64)
 
 
 def test_a_grid_that_the_model_cannot_have_is_refused_before_weights_load(folder):
-    from bitkv_dist import model as models
-
-    with pytest.raises(ValueError, match=r"tp 3: must divide the 4 KV heads.*the nearest that does is [24]"):
+    with pytest.raises(ValueError, match=r"tp 3: must divide the 2 KV heads.*the nearest that does is [24]"):
         models.check(folder, 3)

@@ -111,13 +111,15 @@ def test_grid():
 def test_a_world_of_one_needs_no_process_group(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mesh = start(ParallelConfig(device="cpu"))
-    assert (mesh.world.launcher, mesh.world.backend, mesh.tp, mesh.sp, mesh.tp_mesh) == ("python", "none", 1, 1, None)
+    assert (mesh.world.launcher, mesh.world.backend, mesh.tp, mesh.sp) == ("python", "none", 1, 1)
     assert not torch.distributed.is_initialized()
     values = torch.arange(3)
     assert torch.equal(mesh.gather_sp(values), values[None])
     assert mesh.broadcast("x") == "x" and mesh.gather_objects(7) == [7] and mesh.all_equal(values)
     assert torch.equal(mesh.broadcast_tensor(values), values)
-    assert (mesh.gathers, mesh.gathered_bytes) == (1, 0)
+    assert torch.equal(mesh.sum(values, True), values) and torch.equal(mesh.gather(values, False), values[None])
+    assert torch.equal(mesh.swap_sp(values[None]), values[None])
+    assert (mesh.gathers, mesh.sp_bytes) == (1, 0)
     mesh.ready()
     mesh.close()
 
@@ -134,7 +136,7 @@ def collectives(mesh):
         out = mesh.gather_sp(mine)
         others = torch.stack([torch.tensor([[r, 1], [-1.5, 0]]).to(dtype).T for r in (mesh.tp_rank, 2 + mesh.tp_rank)])
         gathered[dtype] = out.dtype == dtype and torch.equal(out, others)
-    counted = (mesh.gathers, mesh.gathered_bytes)
+    counted = (mesh.gathers, mesh.sp_bytes)
     shapes = [tuple(mesh.gather_sp(torch.zeros(shape)).shape) for shape in ((), (0, 3), (1,))]
     refusal = ""
     try:
@@ -143,11 +145,10 @@ def collectives(mesh):
         refusal = str(error)
     full = torch.tensor([-1, 2**63 - 1, -(2**63), 0])
     one_off = full + torch.tensor([0, 0, 0, int(rank == 3)])
-    reduced = torch.ones(1) * (rank + 1)
-    torch.distributed.all_reduce(reduced, group=mesh.tp_mesh.get_group())
+    swapped = mesh.swap_sp(torch.tensor([[rank, 0], [rank, 1]], dtype=torch.bfloat16))
     mesh.ready()
     return {
-        "place": (mesh.sp_rank, mesh.tp_rank, mesh.tp_mesh.get_local_rank()),
+        "place": (mesh.sp_rank, mesh.tp_rank),
         "gathered": gathered,
         "counted": counted,
         "shapes": shapes,
@@ -155,14 +156,16 @@ def collectives(mesh):
         "broadcast": (mesh.broadcast({"from": rank}), mesh.broadcast_tensor(torch.tensor([rank])).item()),
         "objects": mesh.gather_objects(rank),
         "equal": (mesh.all_equal(full), mesh.all_equal(one_off)),
-        "tp_sum": reduced.item(),
+        "sums": [mesh.sum(torch.ones(1) * (rank + 1), everyone).item() for everyone in (False, True)],
+        "gathers": [mesh.gather(torch.tensor([rank]), everyone).flatten().tolist() for everyone in (False, True)],
+        "swapped": swapped.tolist(),
         "threads": torch.get_num_threads(),
     }
 
 
 def test_collectives_of_2_x_2_ranks():
     results = run_ranks(4, collectives, tp=2)
-    assert [seen["place"] for seen in results] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+    assert [seen["place"] for seen in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     payload = sum(4 * torch.empty(0, dtype=dtype).element_size() for dtype in DTYPES)
     for seen in results:
         assert all(seen["gathered"].values()), seen["gathered"]
@@ -173,7 +176,9 @@ def test_collectives_of_2_x_2_ranks():
         assert seen["objects"] == [0, 1, 2, 3]
         assert seen["equal"] == (True, False)
         assert seen["threads"] == 1
-    assert [seen["tp_sum"] for seen in results] == [3, 3, 7, 7]
+    assert [seen["sums"] for seen in results] == [[3, 10], [3, 10], [7, 10], [7, 10]]
+    assert [seen["gathers"] for seen in results] == [[[0, 1], [0, 1, 2, 3]]] * 2 + [[[2, 3], [0, 1, 2, 3]]] * 2
+    assert [seen["swapped"] for seen in results] == [[[r % 2, r // 2], [2 + r % 2, r // 2]] for r in range(4)]
 
 
 START = """

@@ -51,6 +51,26 @@ def test_a_choice_among_all_tokens_exchanges_more():
     assert found[1].collectives > 2 * found[0].collectives and found[1].cache == found[0].cache
 
 
+def test_helix_reads_the_weights_once():
+    """8 sequence ranks: an eighth of all but queries, keys and values, for two sums more per layer."""
+    replicated, helix = (latency.step_ms(job(layout=layout), machine(8), 1, 8) for layout in ("replicated", "helix"))
+    attention = LLAMA.layers * LLAMA.hidden * (32 + 2 * 8) * 128
+    whole = LLAMA.read_elements()
+    assert helix.weights / replicated.weights == pytest.approx(attention / whole + (whole - attention) / whole / 8, rel=0.001)
+    assert helix.cache == replicated.cache and helix.collectives > 2 * replicated.collectives
+    alone = [latency.step_ms(job(layout=layout), machine(1), 1, 1) for layout in ("replicated", "helix")]
+    assert alone[0] == alone[1]
+    assert rank_bytes(job(layout="helix"), 1, 8).weights < 0.35 * rank_bytes(job(), 1, 8).weights
+
+
+def test_more_tp_ranks_than_kv_heads_keep_copies():
+    """8 KV heads: 16 TP ranks hold what 8 do, and half of the rest of the weights."""
+    eight, sixteen = (rank_bytes(job(), tp, 1) for tp in (8, 16))
+    assert (sixteen.cache, sixteen.exact) == (eight.cache, eight.exact)
+    assert sixteen.weights < 0.6 * eight.weights
+    assert [row.tp for row in grids.plan(job(), machine(16, "h200", 16)).grids] == [1, 2, 4, 8, 16]
+
+
 def test_links_by_name_and_by_number():
     assert machine(16).sp_link(8, 2) == NETWORKS["ib"] and machine(16).tp_link(8, 2) == GPUS["h200"].link
     assert machine(16, "h200", 8, "ethernet").sp_link(8, 2).name == "ethernet"

@@ -99,7 +99,7 @@ REFUSED = {
     "--model llama-3.1-8b --memory 80": "gpu: none given",
     "--model llama-3.1-8b --gpu h201": "gpu h201: not in the table",
     f"{H200} --memory 0": "memory 0: must be above 0",
-    f"{H200} --gpus 6 --tp 3": "tp 3: must divide the 8 KV heads and the MLP width 14336 of llama-3.1-8b; the nearest",
+    f"{H200} --gpus 6 --tp 3": "tp 3: must divide the 8 KV heads of llama-3.1-8b, or be a multiple of them",
     f"{H200} --gpus 8 --tp 2 --sp 3": "tp 2 x sp 3: the product must be the number of GPUs, 8",
     f"{H200} --gpus 8 --tp 8 --node-size 4": "tp 8: must fit into a node of 4 GPUs",
     f"{H200} --gpus 4096": "gpus 4096: llama-3.1-8b can use at most 2048",

@@ -90,14 +90,12 @@ def folder(tmp_path_factory):
 
 def run(mesh, folder, cache: dict):
     """An engine run, and what is alive after it: (weights, sealed slabs, exact rows, slack, bits read per sealed element)."""
-    place = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-    served = model.load(str(folder), dtype=torch.float32, device=CPU, **place)
+    served = model.load(str(folder), dtype=torch.float32, device=CPU, ranks=mesh)
     generate = GenerateConfig(max_new_tokens=NEW, ignore_eos=True)
     engine = Engine(served, CacheConfig(**SMALL | cache), mesh, generate)
     engine.generate([tiny.prompt(length) for length in LENGTHS])
     states = [(layer, state) for layer in engine.cache.layers for state in layer.states]
-    held = (getattr(parameter, "_local_tensor", parameter) for parameter in served.module.parameters())
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in held)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
     slabs = sum(state.sealed.bytes for _, state in states)
     exact = sum(state.exact.numel() * state.exact.element_size() for _, state in states)
     sealed = sum(len(list(state.pages())) * layer.codec.record_bytes * engine.heads.kv_heads for layer, state in states)
@@ -122,20 +120,21 @@ def test_bytes_are_those_of_a_run(folder, codec, size):
         assert (weights, slabs, exact, slack) == (plan.weights, plan.cache, plan.exact, plan.slack)
 
 
-def run_all(mesh, folders: list[str]) -> list[tuple]:
-    return [run(mesh, folder, CODECS["4bit"]) for folder in folders]
+SPLIT = [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {}), ("phi3", {"pad_token_id": 0})]  # qwen3: tied
 
 
-def test_bytes_are_those_of_tensor_parallel_ranks(tmp_path):
-    folders = [
-        tiny.save(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True),
-        tiny.save(tmp_path / "tied", "qwen3"),
-    ]
-    everyone = ranks.run_ranks(2, run_all, list(map(str, folders)), tp=2)
-    for number, place in enumerate(folders):
-        (plan,) = every_rank(planned_job(place, CODECS["4bit"]), 2, 1)
-        for found in everyone:
-            assert found[number][:4] == (plan.weights, plan.cache, plan.exact, plan.slack)
+@pytest.mark.parametrize(("architecture", "special"), SPLIT)
+@pytest.mark.parametrize(
+    ("tp", "sp", "layout"), [(2, 1, "replicated"), (4, 1, "replicated"), (2, 2, "replicated"), (1, 4, "helix"), (4, 2, "helix")]
+)
+def test_bytes_are_those_of_ranks_that_share_weights(tmp_path, architecture, special, tp, sp, layout):
+    """2 KV heads: 4 TP ranks keep two copies of them."""
+    folder = tiny.save(tmp_path, architecture, **special)
+    everyone = simulated.run(tp * sp, run, folder, CODECS["4bit"], tp=tp, layout=layout)
+    planned = every_rank(planned_job(folder, CODECS["4bit"], layout=layout), tp, sp)
+    for rank, (weights, slabs, exact, slack, _) in enumerate(everyone):
+        plan = planned[rank // tp]
+        assert (weights, slabs, exact, slack) == (plan.weights, plan.cache, plan.exact, plan.slack)
 
 
 @pytest.mark.parametrize("codec", ["4bit", "tiered", "minmax", "exact"])

@@ -50,9 +50,8 @@ def served(model: Path, rank: int) -> models.ServedModel:
 
 
 def engine_of(mesh, model: Path, cache: str = "4bit", **generate) -> Engine:
-    if mesh.tp > 1:
-        shard = {"tp_mesh": mesh.tp_mesh, "tp": mesh.tp, "tp_rank": mesh.tp_rank}
-        own = models.load(str(model), dtype=torch.float32, device=torch.device("cpu"), **shard)
+    if mesh.split.parts > 1:
+        own = models.load(str(model), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
     else:
         own = served(model, mesh.world.rank)
     return Engine(own, CACHES[cache], mesh, GenerateConfig(**{"max_new_tokens": NEW} | generate))
@@ -235,6 +234,23 @@ def test_real_ranks_and_tensor_parallelism(model, tmp_path):
         assert back["digest"] == found["own digest"]
 
 
+@pytest.mark.parametrize(("tp", "sp", "layout"), [(8, 2, "replicated"), (1, 3, "helix"), (2, 2, "helix")])
+def test_grids_that_share_weights_or_copy_heads(model, tmp_path, tp, sp, layout):
+    """4 KV heads on 8 TP ranks: of two copies one is written, and both are read and checked."""
+    grid = {"tp": tp, "layout": layout}
+    run = saved_at(1, model, tmp_path / "one")
+    own = simulated.run(tp * sp, saved, model, tmp_path / "own", **grid)[0]
+    assert own["tokens"] == run["tokens"]
+    for found in simulated.run(tp * sp, loaded, model, tmp_path / "one", "4bit", PROMPTS, **grid):
+        assert found["tokens"] == run["tokens"] and found["digest"] == run["digest"] and found["promise"] == manifests.CLOSE
+    for found in simulated.run(tp * sp, loaded, model, tmp_path / "own", "4bit", PROMPTS, **grid):
+        assert found["tokens"] == run["tokens"] and found["digest"] == own["digest"] and found["promise"] == manifests.IDENTICAL
+    back = loaded_at(3, model, tmp_path / "own", "4bit", PROMPTS)
+    assert back["tokens"] == run["tokens"] and back["digest"] == own["digest"] and back["promise"] == manifests.CLOSE
+    held = sum(path.stat().st_size for path in (tmp_path / "own").glob("rank*"))
+    assert held < 1.2 * sum(path.stat().st_size for path in (tmp_path / "one").glob("rank*"))
+
+
 def save_and_load(mesh, model: str, one: str, own: str) -> dict:
     run = saved(mesh, model, Path(own))
     return loaded(mesh, model, Path(one), "4bit", PROMPTS) | {"own tokens": run["tokens"], "own digest": run["digest"]}
@@ -400,6 +416,12 @@ def test_what_the_report_promises(snapshot):
     for other in ({"tp": 2}, {"device": "NVIDIA H200"}, {"kernel": "reference"}, {"torch": "9"}):
         assert manifest.promise(here | other) == "identical while the logit margin exceeds 1e-3"
     assert "identical" not in manifest.promise(here | {"dtype": "bfloat16"})
+    assert manifest.promise(here | {"exchange": "allreduce"}) == manifests.CLOSE
+    helix = replace(manifest, computed=here | {"layout": "helix", "exchange": "alltoall"})
+    assert helix.promise(dict(helix.computed)) == manifests.IDENTICAL
+    assert helix.promise(helix.computed | {"sp": 7}) == manifests.CLOSE == helix.promise(here)
+    old = replace(manifest, computed={name: here[name] for name in here if name not in ("layout", "exchange")})
+    assert old.promise(here) == manifests.IDENTICAL
     half = replace(manifest, computed=here | {"dtype": "bfloat16"})
     assert half.promise(half.computed) == "bit-identical"
     assert half.promise(half.computed | {"tp": 2}) == "the same sealed bytes; 16-bit rounding moves logits by more than 1e-3"

@@ -28,7 +28,7 @@ def cache_of(rank: int = 0, ranks: int = 1) -> PackedCache:
     cache = PackedCache(CONFIG, HeadShape(2, 0, 1, DIM, torch.float32, group=2), 2, shard)
     for layer in cache.layers:
         layer.begin_prompt(0, 560)
-        layer.states[0].prompt.normal_()
+        layer.states[0].prompt.rows.normal_()
         layer.finish_prompt(0)
     return cache
 

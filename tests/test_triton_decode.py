@@ -13,7 +13,8 @@ import triton.language as tl
 from triton_pages import assert_same_attention, layout, poison, refinement, wanted
 
 from bitkv_dist.kernels import reference, triton
-from bitkv_dist.kernels.triton.planes import expansion, load_planes, shifted, unscale, value_dots
+from bitkv_dist.kernels.triton.decode import value_blocks, value_dims
+from bitkv_dist.kernels.triton.planes import expansion, load_planes, no_dots, own_set, plane_dots, shifted, unscale
 from bitkv_dist.partial import Partial, empty, merge
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -68,18 +69,21 @@ def test_assembly_expands_as_its_twin(bits, exact):
 
 @language.jit
 def sum_values(
-    plane, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr
+    planes, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr
 ):
     """out int32 [D, GROUP] = weights int8 [P, GROUP] times codes."""
-    WIDTH: tl.constexpr = language.next_power_of_2(D // 8)
+    BLOCKS: tl.constexpr = value_blocks(D // 8, SETS)
     column = tl.arange(0, SETS * GROUP)[None, :]
+    column_set = column // GROUP
     operand = tl.load(weights + tl.arange(0, P)[:, None] * GROUP + column % GROUP)
-    words = load_planes(plane, P * D // 8, P // 4, WIDTH, D // 8, BITS)
-    sums = value_dots(words, operand, column // GROUP, SETS, 0)
-    sums = (sums.to(tl.float32) * unscale(8 * WIDTH // SETS, column // GROUP, WIDTH, SETS, BITS)).to(tl.int32)
-    row = tl.arange(0, 8 * WIDTH // SETS)[:, None] + 8 * WIDTH // SETS * (column // GROUP)
-    dim = row // WIDTH * (D // 8) + row % WIDTH
-    tl.store(out + dim * GROUP + column % GROUP, sums, mask=row % WIDTH < D // 8)
+    for b in tl.static_range(len(BLOCKS)):
+        words = load_planes(planes + 4 * BLOCKS[b][0], P * D // 8, P // 4, BLOCKS[b][1], D // 8, BITS, 0)
+        sums = plane_dots(words, operand, no_dots(8 * BLOCKS[b][1], SETS * GROUP, SETS), 0)
+        scale = unscale(8 * BLOCKS[b][1] // SETS, column_set, BLOCKS[b][1], SETS, BITS)
+        row = tl.arange(0, scale.shape[0])[:, None] + scale.shape[0] * column_set
+        dim, inside = value_dims(D, BLOCKS[b][0], BLOCKS[b][1], row)
+        found = (own_set(sums, column_set).to(tl.float32) * scale).to(tl.int32)
+        tl.store(out + dim * GROUP + column % GROUP, found, mask=inside)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -1,7 +1,8 @@
 """Two hosts with two ranks each, as Linux network namespaces on this machine, joined by a bridge: the tokens are those of one
 process, and a link that goes down ends the job.
 
-Needs root and iproute2. Each host has a network, a process table and a name of its own; the processes share the files.
+Needs root and iproute2. Each host has a network, a process table and a name of its own; the processes share the files. One
+host starts the ranks of both through ssh, which also needs openssh-server and pdsh.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ranks import ROOT, environment, run_command
 
 PORT = 29577
 GENERATE = ROOT / "launch" / "generate.py"
-TORCHRUN = Path(sys.executable).with_name("torchrun")
+SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def unavailable() -> str:
@@ -92,6 +93,38 @@ def hosts() -> Iterator[list[Host]]:
             names.rmdir()
 
 
+@pytest.fixture
+def ssh(hosts, tmp_path) -> Iterator[dict[str, str]]:
+    """A server on each host, and an `ssh` that reaches them with a key of this test; yields what the environment must have."""
+    missing = [tool for tool in ("sshd", "pdsh", "ssh-keygen") if not shutil.which(tool, path=SYSTEM_PATH)]
+    if missing:
+        pytest.skip(f"needs {missing[0]} (openssh-server, pdsh)")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    (tmp_path / "sshd").write_text(
+        f"HostKey {tmp_path / 'host'}\nAuthorizedKeysFile {tmp_path / 'user.pub'}\nPermitRootLogin prohibit-password\n"
+        "StrictModes no\nUsePAM no\nPidFile none\n"
+    )
+    settings = {"IdentityFile": tmp_path / "user", "StrictHostKeyChecking": "no", "UserKnownHostsFile": tmp_path / "known"}
+    words = [f"-o{name}={value}" for name, value in {**settings, "LogLevel": "ERROR"}.items()]
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F none {shlex.join(words)} "$@"\n')
+    (tools / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    servers = []
+    try:
+        for host in hosts:
+            argv = host.command([shutil.which("sshd", path=SYSTEM_PATH), "-D", "-e", "-f", str(tmp_path / "sshd")])
+            servers.append(subprocess.Popen(argv, stderr=(tmp_path / f"sshd-{host.name}").open("w"), start_new_session=True))
+        yield {"PATH": f"{tools}:{SYSTEM_PATH}"}
+    finally:
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("two hosts")
@@ -147,6 +180,24 @@ def test_two_hosts_give_the_tokens_of_one_process(hosts, flags, tmp_path):
     assert four["token_ids"] == one["token_ids"] and four["digest"] == one["digest"]
     ranks = re.findall(r"bitkv: rank (\d) \(host (\S+)\) on cpu, backend gloo, 1 thread", said(hosts, tmp_path))
     assert ranks == [("0", "node0"), ("1", "node0"), ("2", "node1"), ("3", "node1")]
+
+
+def test_deepspeed_reaches_the_other_host_through_ssh(hosts, flags, ssh, tmp_path):
+    length = ["--max-new-tokens", "24", "--digest"]
+    reports = [tmp_path / "alone.json", tmp_path / "together.json"]
+    ended = run_command([sys.executable, GENERATE, *flags, *length, "--json", str(reports[0])])
+    assert ended.status == 0, ended.err
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
+    where = ["--hostfile", str(hostfile), "--launcher", "deepspeed"]
+    where += ["--master-addr", hosts[0].address, "--master-port", str(PORT)]
+    command = [sys.executable, str(ROOT / "launch" / "launch.py"), *where, "generate", *flags, *length]
+    ended = run_command(hosts[0].command([*command, "--json", str(reports[1])]), **ssh)
+    assert ended.status == 0, ended.err
+    one, four = (json.loads(report.read_text()) for report in reports)
+    assert (four["world"]["size"], four["world"]["sp"]) == (4, 4)
+    assert four["token_ids"] == one["token_ids"] and four["digest"] == one["digest"]
+    assert all(f"bitkv: rank {rank} (host node{rank // 2})" in ended.out + ended.err for rank in range(4))
 
 
 def test_a_link_that_goes_down(hosts, flags, tmp_path):

@@ -19,7 +19,8 @@ class DenseAttention:
     tokens: int
     record_bytes: int
     chooses_globally = False
-    fused = takes_tables = False
+    fused = takes_tables = positional = False
+    book_bytes = 0
 
     def tuning(self) -> None:
         return None
@@ -42,7 +43,11 @@ class DenseAttention:
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]
         count = ReadCount(pages * self.record_bytes * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
-        return Partial(*reference.attend_dense(query, k, v, valid)), count
+        return Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid)), count
+
+    def scored(self, query: torch.Tensor, k: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [HK, Q, G, D'] and keys [n, HK, pages * P, D'] whose products are the scores."""
+        return query, k
 
     def finish(self, partial: Partial) -> Partial:
         return partial

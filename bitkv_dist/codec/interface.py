@@ -24,6 +24,7 @@ class HeadShape:
     dtype: torch.dtype
     device: torch.device = field(default=torch.device("cpu"))
     group: int | None = None  # query heads per KV head, for codecs that learn from an exact prefill
+    fingerprint: str | None = None  # of the model's weights, for codecs that are calibrated for one
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Codec(Protocol):
     chooses_globally: bool  # whether a choice spans the sequence: such a codec also has `scan`, `mass` and `refined_of`
     fused: bool  # whether a decode step is `see` and `conclude`, compiled, in place of all from `prepare` to `finish`
     takes_tables: bool  # whether a decode step finds its pages by tables.StepTables: such a codec is a TableCodec
+    positional: bool  # whether keys are coded before RoPE: `encode` then also takes the pages' global indices, a list
+    book_bytes: int  # codebooks that all pages share
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
@@ -105,10 +108,13 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.minmax import MinMaxCodec
     from bitkv_dist.codec.planes import PlanesCodec
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
+    from bitkv_dist.codec.residual import ResidualCodec
+    from bitkv_dist.codec.tailored import TailoredCodec
 
     planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
     if kernels == dispatch.REFERENCE:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
-    return {"planes": planes, "minmax": MinMaxCodec, "exact": ExactCodec}[config.codec](config, heads, layer)
+    codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "tailored": TailoredCodec, "residual": ResidualCodec}
+    return (codecs | {"planes": planes})[config.codec](config, heads, layer)

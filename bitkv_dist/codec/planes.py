@@ -36,7 +36,8 @@ class PlanesCodec:
     """Bit-plane pages of one layer and rank; see interface.Codec."""
 
     unserved: str | None = None  # the setting that the kernels of the device do not know, so that plain torch attends
-    fused = takes_tables = False
+    fused = takes_tables = positional = False
+    book_bytes = 0
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         reference.split_dim(heads.head_dim)

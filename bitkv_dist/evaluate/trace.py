@@ -49,7 +49,7 @@ class TracedLayer(PackedLayer):
         return super().attend(q, scaling)
 
     def finish_prompt(self, sequence: int, others: Sequence[PackedLayer] = ()) -> None:
-        k, v = self.states[sequence].prompt
+        k, v = self.states[sequence].prompt.rows
         super().finish_prompt(sequence, others)
         self.visit(Trace(self, self.q, k, v, self.scaling))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -32,7 +31,7 @@ def chained(before: int, numbers: Sequence[int]) -> int:
 
 
 def config_digest(config: CacheConfig) -> int:
-    return digest64(json.dumps(asdict(config), sort_keys=True).encode())
+    return digest64(json.dumps(config.identity(), sort_keys=True).encode())
 
 
 def layer_digests(

@@ -1,18 +1,62 @@
-"""The one exchange of a layer's decode step: packed fp32 partials of every rank, gathered, and put in the order of the merge
-tree."""
+"""The one exchange of a layer's attention: packed fp32 partials of all sequence ranks, merged by the tree of partial.py.
+
+allgather: every rank gets the partials of all heads. alltoall: every rank gets those of the heads that it goes on with. Both
+keep the order of the tree, so that a head has the same bits on every rank and for every number of ranks. allreduce: a maximum,
+then a sum of numerators and denominators scaled by it, in the order of the network.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from bitkv_dist.kernels.reference import exp2
 from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, empty, root
 
+if TYPE_CHECKING:
+    from bitkv_dist.parallel.mesh import Mesh
+
+PACKED = 2  # numbers of a partial beside its output: m and l
+
+
+class Exchange:
+    """Merges the partials of a layer's attention as the mesh is told to; `Mesh.sp_bytes` counts what a rank receives."""
+
+    def __init__(self, mesh: Mesh, heads: list[range]) -> None:
+        """heads: of each SP rank, those it goes on with, counted from the first that all of them attend with."""
+        self.mesh, self.heads = mesh, heads
+
+    def __call__(self, nodes: list[Partial], sequences: list[int]) -> list[Partial]:
+        """nodes[i]: this rank's tree nodes [V, HK, n, G] of sequence sequences[i] -> roots [HK, n, G]; of alltoall those of
+        this rank's heads, the others are empty."""
+        mesh = self.mesh
+        place = sequences, mesh.sp_rank, mesh.sp
+        if mesh.exchange == "alltoall":
+            return combine_heads(nodes, *place, self.heads, mesh.swap_sp)
+        if mesh.exchange == "allreduce":
+            return combine_sums(nodes, *place, mesh.largest_sp, mesh.sum_sp)
+        return combine(nodes, *place, mesh.gather_sp)
+
+    def collective(self, head_dim: int, device: torch.device) -> tuple[int, Callable[[], object]]:
+        """Bytes that a rank sends for one sequence's query in one layer, and a call that only sends them: for measuring."""
+        mesh, count = self.mesh, max(own.stop for own in self.heads)
+        if mesh.exchange == "allreduce":
+            top, sums = torch.zeros(count, device=device), torch.zeros(count, 1 + head_dim, device=device)
+            return 4 * (top.numel() + sums.numel()), lambda: (mesh.largest_sp(top), mesh.sum_sp(sums))
+        if mesh.exchange == "alltoall":
+            width = max(map(len, self.heads))
+            sent = torch.zeros(mesh.sp, slots(mesh.sp), width, PACKED + head_dim, device=device)
+            return 4 * sent.numel(), lambda: mesh.swap_sp(sent)
+        sent = torch.zeros(slots(mesh.sp), count, PACKED + head_dim, device=device)
+        return 4 * sent.numel(), lambda: mesh.gather_sp(sent)
+
 
 def combine(
-    nodes: list[Partial], sequences: list[int], rank: int, ranks: int, gather: Callable[[torch.Tensor], torch.Tensor]
+    nodes: list[Partial], sequences: list[int], rank: int, ranks: int, gather: Callable[[Tensor], Tensor]
 ) -> list[Partial]:
     """Merge every rank's tree nodes into the whole tree's root, for each of a step's sequences.
 
@@ -22,20 +66,76 @@ def combine(
     """
     if ranks == 1:
         return [root(node) for node in nodes]
-    width, dim = slots(ranks), nodes[0].o.shape[-1]
-    blank = empty((width, *nodes[0].m.shape[1:]), dim, nodes[0].m.device)
-    sent = []
-    for node, sequence in zip(nodes, sequences, strict=True):
-        own = residues(rank, sequence, ranks)
-        parts = [torch.cat((part[own], fill[len(own) :])) for part, fill in zip(node, blank, strict=True)]
-        sent.append(torch.cat((parts[0].unsqueeze(-1), parts[1].unsqueeze(-1), parts[2]), dim=-1))
-    gathered = gather(torch.stack(sent))  # [ranks, sequences, slots, ..., 2 + D]
+    gathered = gather(packed(nodes, sequences, rank, ranks))  # [ranks, sequences, slots, ..., 2 + D]
     return [root(in_tree_order(gathered[:, i], sequence, ranks)) for i, sequence in enumerate(sequences)]
 
 
-def in_tree_order(gathered: torch.Tensor, sequence: int, ranks: int) -> Partial:
+def combine_heads(
+    nodes: list[Partial], sequences: list[int], rank: int, ranks: int, heads: list[range], swap: Callable[[Tensor], Tensor]
+) -> list[Partial]:
+    """`combine` for the heads of heads[rank] alone, of nodes with rows [HK, n, G]; the roots of the others stay empty.
+
+    heads[i]: what rank i gets, and perhaps others too. swap: fp32 [ranks, *s], one part for each rank -> one from each.
+    """
+    if ranks == 1:
+        return [root(node) for node in nodes]
+    _, kv_heads, _, group = nodes[0].m.shape
+    mine = packed(nodes, sequences, rank, ranks).transpose(2, 3).flatten(3, 4)  # [sequences, slots, n, H, 2 + D]
+    width, own = max(map(len, heads)), heads[rank]
+    sent = mine.new_zeros(ranks, *mine.shape[:3], width, mine.shape[-1])
+    for place, theirs in zip(sent, heads, strict=True):
+        place[..., : len(theirs), :] = mine[..., theirs.start : theirs.stop, :]
+    received = swap(sent)[..., : len(own), :]  # [ranks, sequences, slots, n, own heads, 2 + D]
+    found = []
+    for i, sequence in enumerate(sequences):
+        whole = empty((mine.shape[2], kv_heads * group), mine.shape[-1] - PACKED, mine.device)
+        for part, ours in zip(whole, root(in_tree_order(received[:, i], sequence, ranks)), strict=True):
+            part[:, own.start : own.stop] = ours
+        found.append(Partial(*(part.unflatten(1, (kv_heads, group)).transpose(0, 1).contiguous() for part in whole)))
+    return found
+
+
+def combine_sums(
+    nodes: list[Partial],
+    sequences: list[int],
+    rank: int,
+    ranks: int,
+    largest: Callable[[Tensor], Tensor],
+    total: Callable[[Tensor], Tensor],
+) -> list[Partial]:
+    """`combine` by reductions over the ranks: largest and total, fp32 [*s] -> [*s]. The order of the sum is not ours."""
+    mine = [root(only(node, residues(rank, sequence, ranks))) for node, sequence in zip(nodes, sequences, strict=True)]
+    if ranks == 1:
+        return mine
+    m, l, o = (torch.stack(parts) for parts in zip(*mine, strict=True))
+    top = largest(m.clone())
+    weight = exp2(m - torch.where(torch.isneginf(top), 0.0, top)).unsqueeze(-1)
+    sums = total(torch.cat((l.unsqueeze(-1), o), dim=-1) * weight)
+    return [Partial(*parts) for parts in zip(top, sums[..., 0], sums[..., 1:], strict=True)]
+
+
+def only(nodes: Partial, own: list[int]) -> Partial:
+    """The nodes of these residues; the others, which may hold anything, are empty."""
+    kept = empty(nodes.m.shape, nodes.o.shape[-1], nodes.m.device)
+    for part, node in zip(kept, nodes, strict=True):
+        part[own] = node[own]
+    return kept
+
+
+def packed(nodes: list[Partial], sequences: list[int], rank: int, ranks: int) -> Tensor:
+    """What a rank sends: its own nodes of each sequence, padded with empty ones, [sequences, slots, ..., 2 + D]."""
+    blank = empty((slots(ranks), *nodes[0].m.shape[1:]), nodes[0].o.shape[-1], nodes[0].m.device)
+    sent = []
+    for node, sequence in zip(nodes, sequences, strict=True):
+        own = residues(rank, sequence, ranks)
+        m, l, o = (torch.cat((part[own], fill[len(own) :])) for part, fill in zip(node, blank, strict=True))
+        sent.append(torch.cat((m.unsqueeze(-1), l.unsqueeze(-1), o), dim=-1))
+    return torch.stack(sent)
+
+
+def in_tree_order(gathered: Tensor, sequence: int, ranks: int) -> Partial:
     """[ranks, slots, ..., 2 + D] of one sequence -> its V tree nodes, Partial [V, ...]."""
     place = {u: (rank, slot) for rank in range(ranks) for slot, u in enumerate(residues(rank, sequence, ranks))}
     source = [place[u] for u in range(residue_count(ranks))]
     rows = gathered[[rank for rank, _ in source], [slot for _, slot in source]]
-    return Partial(rows[..., 0], rows[..., 1], rows[..., 2:])
+    return Partial(rows[..., 0], rows[..., 1], rows[..., PACKED:])

@@ -66,11 +66,6 @@ def collective_s(mesh: Mesh, call: Callable[[], object]) -> float:
     return max(mesh.gather_objects(_timed(call, REPEATS, mesh.world.device)))
 
 
-def all_reduce_tp(mesh: Mesh, t: torch.Tensor) -> None:
-    """What tensor parallelism does twice per layer; t is summed in place."""
-    dist.all_reduce(t, group=mesh.tp_mesh.get_group())
-
-
 def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
     seconds = []
     for _ in range(WARM_UP + repeats):

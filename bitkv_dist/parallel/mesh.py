@@ -12,16 +12,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from bitkv_dist.config import ParallelConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.alarm import Alarm, Say
+from bitkv_dist.parallel.binding import bind, listed
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
 from bitkv_dist.parallel.parents import birth
 from bitkv_dist.parallel.rendezvous import agent_serves, env_rendezvous, interruptible, mpi_rendezvous
 from bitkv_dist.parallel.world import World, choose_device, choose_grid, discover, threads_per_rank
+from bitkv_dist.split import Split
 
 
 def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = lambda message, mine: None) -> Mesh:
@@ -45,9 +46,11 @@ def start(parallel: ParallelConfig, *, check_shapes: bool = False, say: Say = la
         torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    cores = bind(place, device, torch.get_num_threads()) if parallel.bind == "auto" else None
     world = World(*place[:4], socket.gethostname(), place.launcher, backend, device, torch.get_num_threads())
     process = (os.getpid(), birth(os.getpid()))
-    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend)
+    me = roll.Entry(place.rank, world.host, *process, str(device), world.threads, place.size, tp, sp, backend,
+                    parallel.layout, parallel.exchange, listed(cores or ()))  # fmt: skip
     heart, alarm = Heart(Pulse(), place.rank), None
     heart.roll = [me]
     if place.size > 1:
@@ -88,8 +91,8 @@ def _join(store: dist.Store, world: World, parallel: ParallelConfig) -> None:
 class Mesh:
     """The grid of ranks, `rank = sp_rank * tp + tp_rank`, and the collectives over it; in a world of one they are all local.
 
-    `gathers` and `gathered_bytes` count the calls of gather_sp and the bytes that this rank received through it. `roll` lists
-    all ranks.
+    `gathers` counts the calls of gather_sp, `sp_bytes` the bytes that this rank received from its SP group. `roll` lists all
+    ranks. `exchange`: see exchange.py.
     """
 
     def __init__(
@@ -105,15 +108,16 @@ class Mesh:
     ):
         self.world, self.tp, self.sp = world, tp, sp
         self.sp_rank, self.tp_rank = divmod(world.rank, tp)
-        self.gathers = self.gathered_bytes = 0
+        self.split = Split(tp, sp, self.tp_rank, self.sp_rank, parallel.layout)
+        auto = "alltoall" if self.split.helix else "allgather"
+        self.exchange = auto if sp == 1 or parallel.exchange == "auto" else parallel.exchange
+        self.gathers = self.sp_bytes = 0
         self.roll, self._pulse = heart.roll, heart.pulse
         self._parallel, self._alarm, self._check_shapes = parallel, alarm, check_shapes
         self._groups = [dist.group.WORLD] if world.size > 1 else []
         ranks = torch.arange(world.size).view(sp, tp)
         self._sp_group = self._subgroup(ranks.T) if sp > 1 else None
-        self.tp_mesh = None
-        if tp > 1:
-            self.tp_mesh = DeviceMesh.from_group(self._subgroup(ranks), world.device.type, mesh_dim_names=("tp",))
+        self._tp_group = self._subgroup(ranks) if tp > 1 else None
 
     def _subgroup(self, rows: Tensor) -> dist.ProcessGroup:
         """This rank's group among the rows of a table of world ranks."""
@@ -142,23 +146,69 @@ class Mesh:
     def gather_sp(self, t: Tensor) -> Tensor:
         """[*s] on every rank of the SP group -> [sp, *s] in order of sp_rank; any dtype. s and dtype are the same on all."""
         self.gathers += 1
+        self.sp_bytes += (self.sp - 1) * t.nbytes
+        return self._gather(t, self._sp_group, self.sp)
+
+    def gather(self, t: Tensor, everyone: bool) -> Tensor:
+        """[*s] on every rank (`everyone`), or of the TP group -> [ranks, *s] in order of rank; any dtype."""
+        return self._gather(t, *self._among(everyone))
+
+    def sum(self, t: Tensor, everyone: bool) -> Tensor:
+        """The sum over every rank (`everyone`), or over the TP group, in place of t; the same bits on all of them."""
+        return self._reduce(t, *self._among(everyone), dist.ReduceOp.SUM)
+
+    def sum_sp(self, t: Tensor) -> Tensor:
+        """The sum over the SP group, in place of t."""
+        return self._reduce_sp(t, dist.ReduceOp.SUM)
+
+    def largest_sp(self, t: Tensor) -> Tensor:
+        """The element-wise maximum over the SP group, in place of t; over gloo a NaN may get lost."""
+        return self._reduce_sp(t, dist.ReduceOp.MAX)
+
+    def _reduce_sp(self, t: Tensor, op: dist.ReduceOp) -> Tensor:
+        self.sp_bytes += 2 * (self.sp - 1) * t.nbytes // self.sp  # as a ring: parts are reduced, then gathered
+        return self._reduce(t, self._sp_group, self.sp, op)
+
+    def _reduce(self, t: Tensor, group: dist.ProcessGroup | None, size: int, op: dist.ReduceOp) -> Tensor:
+        if size > 1:
+            t = t.contiguous()
+            self._prepare(t, group, size)
+            dist.all_reduce(t, op=op, group=group)
+        return t
+
+    def swap_sp(self, t: Tensor) -> Tensor:
+        """[sp, *s], t[i] for SP rank i -> [sp, *s], t[i] from SP rank i; any dtype."""
         if self.sp == 1:
+            return t
+        self.sp_bytes += (self.sp - 1) * t.nbytes // self.sp
+        self._prepare(t, self._sp_group, self.sp)
+        mine = as_bytes(t)
+        out = torch.empty_like(mine)
+        if mine.numel():
+            dist.all_to_all_single(out, mine, group=self._sp_group)
+        return out.view(t.dtype).view(t.shape)
+
+    def _among(self, everyone: bool) -> tuple[dist.ProcessGroup | None, int]:
+        return (dist.group.WORLD, self.world.size) if everyone else (self._tp_group, self.tp)
+
+    def _gather(self, t: Tensor, group: dist.ProcessGroup | None, size: int) -> Tensor:
+        if size == 1:
             return t.unsqueeze(0)
+        self._prepare(t, group, size)
+        mine = as_bytes(t)
+        out = mine.new_empty(size * mine.numel())
+        if mine.numel():
+            dist.all_gather_single(out, mine, group=group)
+        return out.view(t.dtype).view(size, *t.shape)
+
+    def _prepare(self, t: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
+        """What comes before each collective on tensors."""
         self._pulse.exchanges += 1
         if self._check_shapes:
-            self._require_equal_shapes(t)
-        mine = t.contiguous().view(-1).view(torch.uint8)  # bytes, because gloo does not know every dtype
-        out = mine.new_empty(self.sp * mine.numel())
-        if mine.numel():
-            dist.all_gather_single(out, mine, group=self._sp_group)
-        self.gathered_bytes += out.numel() - mine.numel()
-        return out.view(t.dtype).view(self.sp, *t.shape)
-
-    def _require_equal_shapes(self, t: Tensor) -> None:
-        described: list = [None] * self.sp
-        dist.all_gather_object(described, (tuple(t.shape), str(t.dtype)), group=self._sp_group)
-        if len(set(described)) > 1:
-            raise RuntimeError(f"gather_sp: the SP ranks bring different tensors: {described}")
+            described: list = [None] * size
+            dist.all_gather_object(described, (tuple(t.shape), str(t.dtype)), group=group)
+            if len(set(described)) > 1:
+                raise RuntimeError(f"the ranks bring different tensors: {described}")
 
     def broadcast(self, obj):
         """A small python object of world rank 0, on every rank."""
@@ -227,9 +277,14 @@ class Mesh:
         if self._alarm is not None:
             self.gather_objects(None)  # nobody may still need the others, or the store that rank 0 serves
             self._alarm.stop()
-            self._alarm = self._sp_group = self.tp_mesh = None
+            self._alarm = self._sp_group = self._tp_group = None
             self._groups.clear()  # gloo's threads end with their group, which must be before the interpreter does
             dist.destroy_process_group()
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The content as uint8 [bytes]: gloo does not know every dtype."""
+    return t.contiguous().view(-1).view(torch.uint8)
 
 
 _current: Mesh | None = None

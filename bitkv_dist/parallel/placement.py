@@ -21,6 +21,14 @@ def owner(granule: int, sequence: int, ranks: int) -> int:
     return (granule % residue_count(ranks) + sequence) % ranks
 
 
+def owned_granules(granules: int, sequence: int, ranks: int) -> list[int]:
+    """How many of a sequence's first granules each rank owns."""
+    modulus, found = residue_count(ranks), [0] * ranks
+    for residue in range(min(modulus, granules)):
+        found[owner(residue, sequence, ranks)] += -(-(granules - residue) // modulus)
+    return found
+
+
 def residues(rank: int, sequence: int, ranks: int) -> list[int]:
     """The residues that `rank` computes for a sequence, ascending."""
     return [u for u in range(residue_count(ranks)) if (u + sequence) % ranks == rank]

@@ -35,6 +35,9 @@ class Entry:
     tp: int
     sp: int
     backend: str
+    layout: str = "replicated"
+    exchange: str = "auto"
+    cores: str = ""  # that it was bound to
 
     @property
     def name(self) -> str:
@@ -43,7 +46,8 @@ class Entry:
     @property
     def grid(self) -> str:
         """What must be the same on every rank."""
-        return f"tp {self.tp} x sp {self.sp} in a world of {self.size} over {self.backend}"
+        how = f"layout {self.layout}, exchange {self.exchange}"
+        return f"tp {self.tp} x sp {self.sp} in a world of {self.size} over {self.backend}, {how}"
 
 
 def call(store: dist.Store, mine: Entry, timeout_s: float) -> list[Entry]:

@@ -10,6 +10,7 @@ from bitkv_dist.config import LANES
 from bitkv_dist.plan.latency import StepMs, pays_above, step_ms
 from bitkv_dist.plan.machines import Machine
 from bitkv_dist.plan.memory import Job, RankBytes, dense_page, rank_bytes
+from bitkv_dist.split import check_tp, tp_choices
 
 MOST_TOKENS = 1 << 36  # where the search for the largest context ends
 BASELINES = {"bf16": 2, "fp8": 1}  # bytes per element
@@ -80,7 +81,10 @@ def plan(job: Job, machine: Machine, tp: int | None = None, sp: int | None = Non
 
 def grid_choices(job: Job, machine: Machine) -> list[tuple[int, int]]:
     """All (tp, sp) with tp x sp = the GPUs, tp inside a node."""
-    sizes = [tp for tp in job.shape.tp_choices() if machine.gpus % tp == 0 and tp <= machine.node_size]
+    served = tp_choices(job.shape.heads, job.shape.kv_heads)
+    if job.config.codec == "tailored":  # one scale for all KV heads
+        served = [1]
+    sizes = [tp for tp in served if machine.gpus % tp == 0 and tp <= machine.node_size]
     found = [(tp, machine.gpus // tp) for tp in sizes if machine.gpus // tp <= LANES]
     if not found:
         most = f"{LANES * max(sizes)}, tp {max(sizes)} x sp {LANES}"
@@ -94,7 +98,7 @@ def asked_grid(job: Job, machine: Machine, tp: int | None, sp: int | None) -> tu
         return None
     if tp is None:
         tp = machine.gpus // sp if machine.gpus % sp == 0 else 1
-    job.shape.check_tp(tp)
+    check_tp(job.shape.name, tp, job.shape.heads, job.shape.kv_heads, machine.gpus)
     sp = sp or max(1, machine.gpus // tp)
     if tp * sp != machine.gpus:
         rule = f"the product must be the number of GPUs, {machine.gpus}"

@@ -38,7 +38,7 @@ class StepMs:
 def step_ms(job: Job, machine: Machine, tp: int, sp: int) -> StepMs:
     """A step on the grid's slowest rank, every sequence at `context` tokens."""
     per_ms = machine.gpu.bandwidth_gb_s * 1e6
-    weights = job.shape.read_elements(tp) * job.dtype.itemsize
+    weights = job.shape.read_elements(job.split(tp, sp)) * job.dtype.itemsize
     return StepMs(
         weights / (per_ms * WEIGHT_RATE),
         cache_reads(job, tp, sp) / (per_ms * CACHE_RATE),
@@ -50,24 +50,27 @@ def step_ms(job: Job, machine: Machine, tp: int, sp: int) -> StepMs:
 def cache_reads(job: Job, tp: int, sp: int) -> float:
     """Bytes of sealed pages and exact rows that the busiest rank reads."""
     shape, end = job.shape, sealed_end(job.config, job.context)
-    heads = shape.kv_heads // tp
+    heads = len(job.split(tp, sp).kv_heads(shape.kv_heads))
     exact = job.batch * (min(job.context, job.config.sink_rounded) + max(0, job.context - end))
     row = 2 * shape.layers * heads * shape.head_dim * job.dtype.itemsize
     return max(sealed_shares(job, sp)) / job.config.page_tokens * heads * job.page_bytes.read + exact * row
 
 
 def collectives_ms(job: Job, machine: Machine, tp: int, sp: int) -> float:
-    """Per layer two sums over the TP group and one exchange of partials over the SP group; per step a sum for the embedding,
-    the logits and the ids."""
-    shape, total = job.shape, 0.0
+    """Per layer two sums over the ranks that share its weights and one exchange of partials over the SP group; per step a sum
+    for the embedding over the TP group, the logits and the ids."""
+    shape, split, total = job.shape, job.split(tp, sp), 0.0
+    hidden = job.batch * shape.hidden * job.dtype.itemsize
     if tp > 1:
-        link, others = machine.tp_link(tp, sp), (tp - 1) / tp
-        hidden = job.batch * shape.hidden * job.dtype.itemsize
-        total += (2 * shape.layers + 1) * link.collective_ms(tp, 2 * hidden * others)
-        total += link.collective_ms(tp, job.batch * shape.vocabulary * job.dtype.itemsize * others)
+        total += machine.tp_link(tp, sp).collective_ms(tp, 2 * hidden * (tp - 1) / tp)
+    if (parts := split.parts) > 1:
+        link, others = machine.sp_link(tp, sp) if split.helix else machine.tp_link(tp, sp), (parts - 1) / parts
+        total += 2 * shape.layers * link.collective_ms(parts, 2 * hidden * others)
+        total += link.collective_ms(parts, job.batch * shape.vocabulary * job.dtype.itemsize * others)
     if sp > 1:
         link = machine.sp_link(tp, sp)
-        partial = job.batch * shape.heads // tp * (shape.head_dim + 2) * FLOAT32_BYTES
+        heads = split.touched_heads(shape.heads, shape.head_dim) if split.helix else split.heads(shape.heads, shape.kv_heads)
+        partial = job.batch * len(heads) * (shape.head_dim + 2) * FLOAT32_BYTES
         exchange = link.collective_ms(sp, (sp - 1) * placement.slots(sp) * partial)
         total += shape.layers * exchanges(job) * exchange
     if tp * sp > 1:

@@ -18,7 +18,9 @@ from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.parallel import placement
 from bitkv_dist.partial import lane_width
 from bitkv_dist.plan.models import ModelShape
+from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
+from bitkv_dist.split import Split
 
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
@@ -30,10 +32,12 @@ SPARE_WORKSPACE_BYTES = 56 << 20
 
 @dataclass(frozen=True)
 class PageBytes:
-    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it."""
+    """One page of one KV head, summed over all layers: bytes that it takes, and that a decode step reads of it. books: bytes
+    of codebooks that all pages share."""
 
     stored: int
     read: float
+    books: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,14 @@ class Job:
     dtype: torch.dtype = torch.bfloat16  # of weights, hidden states and exact tokens
     prefill: str = "exact"
     chunk: int = GRANULE_TOKENS
+    prefill_memory_gb: float | None = None  # what the keys and values of one layer may take in an exact prefill
     page: PageBytes | None = field(default=None)  # None = as `config` stores it
+    layout: str = "replicated"
     compiled: bool = True  # whether the device has kernels; plain torch still does what they do not serve
+
+    def split(self, tp: int, sp: int) -> Split:
+        """What the fullest rank of a grid has of the model."""
+        return Split(tp, sp, layout=self.layout)
 
     @property
     def plain(self) -> bool:
@@ -57,42 +67,43 @@ class Job:
 
     @cached_property
     def page_bytes(self) -> PageBytes:
-        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype)
+        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype, self.shape.kv_heads)
 
 
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank allocates. `slack`: the part of `cache` that holds no sealed page. `prefill_peak`: what comes on top of
-    the rest while a prompt of the whole context is read."""
+    the rest while a prompt of the whole context is read. `books`: codebooks of calibrated codecs."""
 
     weights: int
     cache: int
     exact: int
     prefill_peak: int
     slack: int
+    books: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.exact + self.prefill_peak
+        return self.weights + self.cache + self.exact + self.prefill_peak + self.books
 
 
 @cache
-def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    """Of a page as the codecs of `config` write it."""
-    stored, read = 0, 0.0
+def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1) -> PageBytes:
+    """Of a page as the codecs of `config` write it; kv_heads matter to those that keep a token's scale for all of them."""
+    stored, read, books = 0, 0.0, 0
     found: dict[CacheConfig, PageBytes] = {}
     for index in range(layers):
         own = config.for_layer(index)
         if own not in found:
-            found[own] = layer_page(own, head_dim, dtype)
-        stored, read = stored + found[own].stored, read + found[own].read
-    return PageBytes(stored, read)
+            found[own] = layer_page(own, head_dim, dtype, kv_heads)
+        stored, read, books = stored + found[own].stored, read + found[own].read, books + found[own].books
+    return PageBytes(stored, read, books)
 
 
-def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype) -> PageBytes:
-    codec = make_codec(config, HeadShape(1, 0, 1, head_dim, dtype), 0)
+def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int) -> PageBytes:
+    codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), 0)
     if config.codec != "planes":
-        return PageBytes(codec.record_bytes, codec.record_bytes)
+        return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
     bits = codec.count_reads(1, 1, 0).bits
     if config.refines:
         token_bits = codec.count_reads(1, 1, 1).bits - bits
@@ -123,9 +134,9 @@ def rank_bytes(job: Job, tp: int, sp: int) -> RankBytes:
 def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     """What the ranks of a grid allocate, by sp_rank; the TP ranks behind one are alike."""
     shape, config, element = job.shape, job.config, job.dtype.itemsize
-    heads = shape.kv_heads // tp
+    heads = len(job.split(tp, sp).kv_heads(shape.kv_heads))
     granule = GRANULE_TOKENS // config.page_tokens * heads * job.page_bytes.stored
-    weights = shape.elements(tp) * element
+    weights = shape.elements(job.split(tp, sp)) * element
     exact = job.batch * shape.layers * 2 * heads * exact_rows(config) * shape.head_dim * element
     reserved = shares(job, sp, reserved_granules(config, job.context) * GRANULE_TOKENS)
     sealed = sealed_shares(job, sp)
@@ -133,7 +144,7 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     for rank, prompt in enumerate(shares(job, sp, job.context)):
         cache = reserved[rank] // GRANULE_TOKENS * granule
         slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
-        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack))
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, job.page_bytes.books // tp))
     return found
 
 
@@ -167,33 +178,49 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp, sp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    layer = job.batch * job.context * 2 * (shape.kv_heads // tp) * shape.head_dim * element
-    return max(hidden + layer + exact_workspace(job, tp, sp), logits)
+    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def prompt_keys(job: Job, tp: int, sp: int) -> int:
+    """Keys and values of one layer, as far as `prefill_memory_gb` lets every rank have them whole."""
+    heads = (len(job.split(tp, sp).kv_heads(job.shape.kv_heads)), job.shape.head_dim, job.dtype.itemsize)
+    lengths = [job.context] * job.batch
+    if job.prefill_memory_gb is None:
+        return prompt_bytes(lengths, heads, sp, heads[0])
+    try:
+        at_once = fitting_heads(job.prefill_memory_gb * 1e9, lengths, heads, sp)
+    except ValueError:  # the run will say so
+        at_once = 1
+    return prompt_bytes(lengths, heads, sp, at_once)
 
 
 def exact_workspace(job: Job, tp: int, sp: int) -> int:
-    """Temporaries of a chunk in a decoder layer, and the round's keys and values as they are exchanged. An estimate."""
-    shape, element = job.shape, job.dtype.itemsize
-    row = 2 * shape.kv_heads // tp * shape.head_dim * element
-    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row) + SPARE_WORKSPACE_BYTES
+    """Temporaries of a chunk in a decoder layer, and the round's keys and values as they are exchanged; with layout helix also
+    the chunks of all SP ranks on their way through the MLP. An estimate."""
+    shape, element, split = job.shape, job.dtype.itemsize, job.split(tp, sp)
+    row = 2 * len(split.kv_heads(shape.kv_heads)) * shape.head_dim * element
+    gathered = 2 * sp * shape.hidden * element if split.helix else 0
+    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row + gathered) + SPARE_WORKSPACE_BYTES
 
 
 def packed_workspace(job: Job, tp: int, sp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
     of this rank's granules are joined, and then merged into lanes. Plain torch also holds scores, compiled kernels do not."""
-    shape, heads = job.shape, job.shape.heads // tp
+    shape, split = job.shape, job.split(tp, sp)
+    heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     granules = -(-sealed_end(job.config, job.context) // GRANULE_TOKENS) or 1
     queries = min(job.chunk, max(1, PARTIALS_AT_ONCE // (granules * heads * shape.head_dim)))
     own, lanes = -(-granules // sp), lane_width(granules, placement.residue_count(sp))
     partials = (own + max(own, lanes)) * queries * heads * (shape.head_dim + 2)
     scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
-    dense = 2 * rows * shape.kv_heads // tp * shape.head_dim + 3 * heads * job.chunk * rows
+    dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
     return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + SPARE_WORKSPACE_BYTES
 
 
 def layer_row_bytes(job: Job, tp: int) -> int:
     """Bytes per token of a chunk in a decoder layer: the residual and its norm in fp32, projections, attention, the MLP."""
-    shape, element = job.shape, job.dtype.itemsize
-    heads = (2 * shape.heads + 2 * shape.kv_heads) // tp * shape.head_dim
-    return shape.hidden * (2 * element + 2 * FLOAT32_BYTES) + element * (heads + 3 * shape.intermediate // tp)
+    shape, element, split = job.shape, job.dtype.itemsize, job.split(tp, 1)
+    heads = 2 * len(split.heads(shape.heads, shape.kv_heads)) + 2 * len(split.kv_heads(shape.kv_heads))
+    columns = 3 * len(split.share(shape.intermediate))
+    return shape.hidden * (2 * element + 2 * FLOAT32_BYTES) + element * (heads * shape.head_dim + columns)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 from bitkv_dist.rules import near_miss
+from bitkv_dist.split import Split
+
+WHOLE = Split()
 
 
 @dataclass(frozen=True)
@@ -27,42 +29,27 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False  # an RMS norm of every query and key head (Qwen3)
-    splits: bool = True  # whether tensor parallelism is served
 
-    def layer_elements(self, tp: int = 1) -> int:
-        """Parameters of a decoder layer on one of `tp` ranks, as transformers' plan splits them: projections by heads or by
-        MLP columns; norms, and biases behind a sum over ranks, whole."""
-        queries, keys = self.heads * self.head_dim // tp, self.kv_heads * self.head_dim // tp
-        columns = self.intermediate // tp
-        projections = self.hidden * (2 * queries + 2 * keys + 3 * columns)
+    def layer_elements(self, split: Split = WHOLE) -> int:
+        """Parameters of a decoder layer on one rank: norms, and biases behind a sum over ranks, whole."""
+        queries = len(split.heads(self.heads, self.kv_heads)) * self.head_dim
+        keys = len(split.kv_heads(self.kv_heads)) * self.head_dim
+        outputs, columns = len(split.share(self.heads * self.head_dim)), len(split.share(self.intermediate))
+        projections = self.hidden * (queries + 2 * keys + outputs + 3 * columns)
         biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
         biases += self.mlp_bias * (2 * columns + self.hidden)
         return projections + biases + 2 * self.hidden + self.head_norms * 2 * self.head_dim
 
-    def read_elements(self, tp: int = 1) -> int:
+    def read_elements(self, split: Split = WHOLE) -> int:
         """Parameters that a decode step reads on one rank: all but the embedding table, of which it looks rows up."""
-        return self.layers * self.layer_elements(tp) + self.hidden + self._table_elements(tp)
+        head = len(split.share(self.vocabulary)) * self.hidden
+        return self.layers * self.layer_elements(split) + self.hidden + head
 
-    def elements(self, tp: int = 1) -> int:
+    def elements(self, split: Split = WHOLE) -> int:
         """Parameters that one rank holds."""
-        return self.read_elements(tp) + (0 if self.tied else self._table_elements(tp))
-
-    def _table_elements(self, tp: int) -> int:
-        """Of the embedding table or the LM head, both split by the vocabulary."""
-        return -(-self.vocabulary // tp) * self.hidden
-
-    def tp_choices(self) -> list[int]:
-        """The tensor-parallel sizes that the model can be split by."""
-        shared = gcd(self.kv_heads, self.intermediate) if self.splits else 1
-        return [size for size in range(1, shared + 1) if shared % size == 0]
-
-    def check_tp(self, tp: int) -> None:
-        choices = self.tp_choices()
-        if tp not in choices:
-            nearest = min(choices, key=lambda size: (abs(size - tp), size))
-            shared = f"the {self.kv_heads} KV heads and the MLP width {self.intermediate} of {self.name}"
-            rule = f"must divide {shared}" if self.splits else f"{self.name} is not split"
-            raise ValueError(f"tp {tp}: {rule}; the nearest that is served is {nearest}")
+        own = split.embedding(self.vocabulary)
+        kept_as_head = self.tied and own == split.share(self.vocabulary)
+        return self.read_elements(split) + (0 if kept_as_head else len(own) * self.hidden)
 
 
 # From the models' own config.json.
@@ -123,5 +110,4 @@ def from_config(name: str, config: Any, head_dim: int, positions: int) -> ModelS
         output_bias=kind in ("llama", "qwen3") and bias,
         mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
         head_norms=kind == "qwen3",
-        splits=kind != "phi3",
     )

@@ -158,16 +158,15 @@ class _Reader:
 
     def check(self, layers: range, found: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Compare what all ranks have read of some layers with the manifest."""
-        tp = self.engine.mesh.tp
-        own = sum(pages for pages, _ in found)
+        tp, copies = self.engine.mesh.tp, self.engine.mesh.split.replicas(self.engine.model.kv_heads)
         digests = [[int(self.manifest.digests[layer][source], 16) for source in self.sources] for layer in layers]
-        for first_rank in range(0, len(found), tp):
-            common = sum(kept for _, kept in found[first_rank : first_rank + tp])
-            wrong = np.argwhere(own + common != np.array(digests, dtype=np.uint64))
-            if len(wrong):
-                row, sequence = wrong[0]
-                what = f"layer {layers[row]} of sequence {self.sources[sequence]} does not have its digest"
-                raise ValueError(f"{what}: a file was changed after it was written; save it again")
+        grid = (-1, tp // copies, copies, len(layers), len(self.sources))  # TP ranks that keep the same heads are neighbours
+        pages, kept = (np.stack(part).reshape(grid).sum(axis=1) for part in zip(*found, strict=True))
+        wrong = np.argwhere((pages.sum(axis=0) + kept != np.array(digests, dtype=np.uint64)).any(axis=(0, 1)))
+        if len(wrong):
+            row, sequence = wrong[0]
+            what = f"layer {layers[row]} of sequence {self.sources[sequence]} does not have its digest"
+            raise ValueError(f"{what}: a file was changed after it was written; save it again")
 
     def restore(self) -> None:
         for state, length, kept in self.waiting:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bitkv_dist.config import CacheConfig
+from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, free_of_sp
 from bitkv_dist.snapshot.folder import MANIFEST
 
 FORMAT, VERSION = "bitkv snapshot", 1
+DEFAULTS = {"layout": "replicated", "exchange": "allgather"}  # of snapshots that do not say
 PREFILL, END = "prefill", "end"
-IDENTICAL = "bit-identical"
-CLOSE = "identical while the logit margin exceeds 1e-3"
-BYTES = "the same sealed bytes; 16-bit rounding moves logits by more than 1e-3"  # tp 1 -> 2 in bfloat16: by 0.13, float32: 3e-6
 
 
 @dataclass(frozen=True)
@@ -189,15 +188,18 @@ class Manifest:
             raise ValueError("all its sequences have ended; give a prompt or --interactive to go on")
 
     def promise(self, here: dict[str, Any]) -> str:
-        """What holds for the tokens of a run computed `here` against those of the run that saved, whatever the SP of both."""
-        if all(self.computed[name] == value for name, value in here.items() if name != "sp"):
+        """What holds for the tokens of a run computed `here` against those of the run that saved."""
+        there = DEFAULTS | self.computed
+        free = free_of_sp(here["layout"], here["exchange"])
+        same = all(there[name] == value for name, value in here.items() if name != "sp" or not free)
+        if same and (free or here["exchange"] != "allreduce"):
             return IDENTICAL
-        return CLOSE if here["dtype"] == self.computed["dtype"] == "float32" else BYTES
+        return CLOSE if here["dtype"] == there["dtype"] == "float32" else BYTES
 
 
 def plain(config: CacheConfig) -> dict[str, Any]:
     """A configuration as JSON reads it back."""
-    return json.loads(json.dumps(asdict(config)))
+    return json.loads(json.dumps(config.identity()))
 
 
 def content_digest(content: dict[str, Any]) -> str:

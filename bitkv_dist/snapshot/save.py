@@ -66,10 +66,13 @@ class _Writer:
 
     def __init__(self, engine: Engine, place: Path) -> None:
         self.engine, self.place = engine, place
+        self.is_copy = engine.mesh.split.replica(engine.model.kv_heads) > 0  # another TP rank writes the same heads
         self.leads_heads = engine.mesh.sp_rank == 0  # writes what all sequence ranks have alike
 
     def layer_bytes(self) -> list[int]:
         """Bytes that this rank writes of each layer."""
+        if self.is_copy:
+            return [0] * self.engine.model.layers
         found = []
         for layer in self.engine.cache.layers:
             total = 0
@@ -84,8 +87,11 @@ class _Writer:
         ids = 8 * sum(map(len, self.engine.histories))  # as text in the manifest
         require_space(self.place, sum(map(sum, sizes)) + ids + (0 if logits is None else logits.nbytes))
 
-    def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray]:
-        """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it."""
+    def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray] | None:
+        """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it; None: this rank has
+        none."""
+        if self.is_copy:
+            return None
         cache = self.engine.cache
         first = cache.heads.first_kv_head
         held: dict[str, torch.Tensor] = {}
@@ -107,6 +113,7 @@ class _Writer:
     ) -> int:
         """On rank 0: look whether all parts have arrived, write logits and manifest, and make the snapshot visible."""
         engine = self.engine
+        written = [list(filter(None, everyone)) for everyone in written]
         files = [file for everyone in written for file, _ in everyone]
         digests = [row for everyone in written for row in sum(digests for _, digests in everyone).tolist()]
         for file in files:
@@ -172,11 +179,13 @@ def saved_sequences(engine: Engine) -> list[SavedSequence]:
 
 
 def circumstances(engine: Engine) -> dict[str, str | int]:
-    """What the last bits of logits depend on, besides the cache and the weights; and sp, on which they do not depend."""
+    """What the last bits of logits depend on, besides the cache and the weights; on sp only with some layouts and exchanges."""
     device = engine.model.device
     return {
         "tp": engine.mesh.tp,
         "sp": engine.mesh.sp,
+        "layout": "helix" if engine.mesh.split.helix else "replicated",
+        "exchange": engine.mesh.exchange,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "kernel": dispatch.backend(device)[0],

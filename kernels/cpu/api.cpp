@@ -50,6 +50,30 @@ const Kernels& kernels_of(int64_t isa) {
     return portable_kernels();
 }
 
+// Rows first .. first + count - 1 of partials [lanes, rows(, D)] that others are merged into.
+struct Tree {
+    int64_t rows, first, count, dim;
+    PartialOut lanes;
+
+    void clear(int64_t width) const {
+        for (int64_t lane = 0; lane < width; ++lane) std::fill_n(lanes.m + lane * rows + first, count, -INFINITY);
+    }
+
+    void merge(int64_t lane, const PartialOut& from, int64_t other) const {
+        const int64_t to = lane * rows + first, at = other * rows + first;
+        kernels().merge(count, dim, lanes.m + to, lanes.l + to, lanes.o + to * dim, from.m + at, from.l + at, from.o + at * dim);
+    }
+
+    // From `width` lanes to `nodes`; what nothing was merged into becomes the empty partial.
+    void reduce(int64_t width, int64_t nodes) const {
+        for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
+            for (int64_t lane = 0; lane < stride; ++lane) merge(lane, lanes, lane + stride);
+        for (int64_t lane = 0; lane < nodes; ++lane)
+            for (int64_t row = lane * rows + first; row < lane * rows + first + count; ++row)
+                if (lanes.m[row] == -INFINITY) lanes.l[row] = 0.0f, std::memset(lanes.o + row * dim, 0, dim * sizeof(float));
+    }
+};
+
 const Kernels& best() {
     int64_t isa = ISAS - 1;
     while (!supported(isa)) --isa;
@@ -102,15 +126,16 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
                      const uint8_t* page_valid, float* m, float* l_out, float* o, int64_t threads) {
     const Kernels& run = kernels();
     const int64_t page_stride = l->kv_heads * l->record_bytes, rows = q->count * q->group;
+    std::vector<Granule> views(granules);
+    for (int64_t g = 0; g < granules; ++g) views[g] = {records + g * l->pages * page_stride, page_valid + g * l->pages};
     std::atomic<int64_t> refined{0};
-    const int64_t granule_stride = l->pages * page_stride, tasks = granules * l->kv_heads;
-    auto records_of = [&](int64_t task) { return records + task / l->kv_heads * granule_stride + task % l->kv_heads * l->record_bytes; };
-    // A thread takes all heads of a granule at once where there are enough granules: what follows is then its own, and can be fetched ahead.
-    const int64_t share = granules >= 4 * threads ? l->kv_heads : 1;
-    Pool::instance().run(tasks / share, threads, [&](int64_t part) {
-        const int64_t task = part * share, next = task + share;
-        const Granule view = {records_of(task), next < tasks ? records_of(next) : nullptr, page_stride, page_valid + task / l->kv_heads * l->pages};
-        refined += run.attend(*l, *q, task % l->kv_heads, share, view, *refine, {m + task * rows, l_out + task * rows, o + task * rows * l->dim});
+    // A thread takes some granules and all their heads where there are enough: what follows is then its own, and can be fetched ahead.
+    const bool whole = granules >= 4 * threads;
+    const int64_t heads = whole ? l->kv_heads : 1, some = whole ? std::clamp<int64_t>(granules / (4 * threads), 1, 8) : 1;
+    const int64_t parts = l->kv_heads / heads;
+    Pool::instance().run((granules + some - 1) / some * parts, threads, [&](int64_t task) {
+        const int64_t first = task / parts * some, head = task % parts, at = (first * l->kv_heads + head) * rows;
+        refined += run.attend(*l, *q, head, heads, &views[first], std::min(some, granules - first), page_stride, *refine, {m + at, l_out + at, o + at * l->dim});
     });
     return refined;
 }
@@ -119,21 +144,13 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
 // the lanes are merged down to `nodes`. m, l, o [width, rows(, D)] are work space; their first `nodes` entries are the result.
 void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t dim, const float* m_in, const float* l_in, const float* o_in,
                 int64_t width, int64_t nodes, float* m, float* l, float* o, int64_t threads) {
-    const Kernels& run = kernels();
-    std::fill_n(m, width * rows, -INFINITY);
     const int64_t parts = std::max<int64_t>(1, std::min(threads, rows));
     Pool::instance().run(parts, threads, [&](int64_t part) {
         const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
-        auto merge = [&](int64_t lane, const float* m2, const float* l2, const float* o2, int64_t other) {
-            const int64_t to = lane * rows + first, from = other * rows + first;
-            run.merge(count, dim, m + to, l + to, o + to * dim, m2 + from, l2 + from, o2 + from * dim);
-        };
-        for (int64_t g = 0; g < granules; ++g) merge(index[g] % width, m_in, l_in, o_in, g);
-        for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
-            for (int64_t lane = 0; lane < stride; ++lane) merge(lane, m, l, o, lane + stride);
-        for (int64_t lane = 0; lane < nodes; ++lane)  // what nothing was merged into
-            for (int64_t row = lane * rows + first; row < lane * rows + first + count; ++row)
-                if (m[row] == -INFINITY) l[row] = 0.0f, std::memset(o + row * dim, 0, dim * sizeof(float));
+        const Tree tree = {rows, first, count, dim, {m, l, o}};
+        tree.clear(width);
+        for (int64_t g = 0; g < granules; ++g) tree.merge(index[g] % width, {const_cast<float*>(m_in), const_cast<float*>(l_in), const_cast<float*>(o_in)}, g);
+        tree.reduce(width, nodes);
     });
 }
 
@@ -168,18 +185,44 @@ struct Seen {
 // `width` tree nodes over the sealed granules, in rotated space. Returns the refined tokens, counted once per KV head.
 int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* seen, int64_t group, const float* q, const float* signs,
                   float* exact_m, float* exact_l, float* exact_o, float* node_m, float* node_l, float* node_o, int64_t threads) {
-    const int64_t heads = layout->kv_heads, dim = layout->dim, rows = heads * group;
+    const int64_t heads = layout->kv_heads, dim = layout->dim, rows = heads * group, page_stride = heads * layout->record_bytes;
     bitkv_attend_exact(heads, group, dim, q, seen->k, seen->v, seen->rows, seen->head_stride, exact_m, exact_l, exact_o, threads);
     std::vector<int8_t> codes(rows * dim);
     std::vector<float> scale(rows), norm2(rows), rotated(rows * dim);
     bitkv_quantize_query(heads, group, dim, q, signs, codes.data(), scale.data(), norm2.data(), rotated.data());
     const Queries queries = {1, group, codes.data(), scale.data(), norm2.data(), rotated.data()};
-    std::vector<float> m(seen->granules * rows), l(m.size()), o(m.size() * dim);
-    int64_t first = 0, refined = 0;
-    for (int64_t slab = 0; slab < seen->slabs; first += seen->slab_granules[slab++])
-        refined += bitkv_attend(layout, &queries, refine, seen->records[slab], seen->slab_granules[slab], seen->page_valid + first * layout->pages,
-                                &m[first * rows], &l[first * rows], &o[first * rows * dim], threads);
-    bitkv_tree(seen->granules, seen->index, rows, dim, m.data(), l.data(), o.data(), seen->width, seen->nodes, node_m, node_l, node_o, threads);
+    std::vector<Granule> granules;
+    for (int64_t slab = 0; slab < seen->slabs; ++slab)
+        for (int64_t g = 0; g < seen->slab_granules[slab]; ++g)
+            granules.push_back({seen->records[slab] + g * layout->pages * page_stride, seen->page_valid + int64_t(granules.size()) * layout->pages});
+    // A task is a node of the tree, of a few granules, so that partials of granules never leave the cache.
+    int64_t nodes = seen->nodes;
+    while (nodes < seen->width && (nodes < 4 * threads || nodes * 8 < seen->granules)) nodes *= 2;
+    std::vector<std::vector<int64_t>> members(nodes);
+    for (int64_t g = 0; g < seen->granules; ++g) members[seen->index[g] % nodes].push_back(g);
+    const int64_t some = nodes < 4 * threads ? 1 : heads, parts = heads / some;
+    std::atomic<int64_t> refined{0};
+    Pool::instance().run(nodes * parts, threads, [&](int64_t task) {
+        thread_local std::vector<Granule> own;
+        thread_local std::vector<float> room[2];
+        const int64_t node = task / parts, head = task % parts, here = some * group, lanes = seen->width / nodes;
+        const int64_t sizes[2] = {int64_t(members[node].size()) * here, lanes * here};
+        PartialOut part[2];
+        for (int i = 0; i < 2; ++i) {
+            if (int64_t(room[i].size()) < sizes[i] * (dim + 2)) room[i].resize(sizes[i] * (dim + 2));
+            part[i] = {room[i].data(), room[i].data() + sizes[i], room[i].data() + 2 * sizes[i]};
+        }
+        own.clear();
+        for (int64_t g : members[node]) own.push_back(granules[g]);
+        refined += kernels().attend(*layout, queries, head, some, own.data(), int64_t(own.size()), page_stride, *refine, part[0]);
+        const Tree tree = {here, 0, here, dim, part[1]};
+        tree.clear(lanes);
+        for (int64_t g = 0; g < int64_t(own.size()); ++g) tree.merge(seen->index[members[node][g]] / nodes % lanes, part[0], g);
+        tree.reduce(lanes, 1);
+        const int64_t to = node * rows + head * here;
+        std::copy_n(part[1].m, here, node_m + to), std::copy_n(part[1].l, here, node_l + to), std::copy_n(part[1].o, here * dim, node_o + to * dim);
+    });
+    Tree{rows, 0, rows, dim, {node_m, node_l, node_o}}.reduce(nodes, seen->nodes);
     return refined;
 }
 

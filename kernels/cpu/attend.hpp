@@ -1,6 +1,7 @@
 // Twin of `attend` in kernels/reference/attention.py: scan, select, refine, softmax, values.
 // The integers are the reference's; sums of floats have one fixed order, so nothing depends on threads or on other granules.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "rotate.hpp"
 #include "scores.hpp"
 #include "values.hpp"
+#include "weigh.hpp"
 
 namespace {
 
@@ -30,33 +32,93 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
-// `heads` KV heads of a granule from `head` on. With refinement a unit is finished after the next was begun.
-inline int64_t attend(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule& granule, const Refinement& refine, PartialOut out) {
+// All pages of a unit in one pass each: scores, softmax, values. Partials m, l [rows], o [rows][D].
+template <int V>
+inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
+    const int64_t P = l.tokens, D = l.dim, pages = u.pages();
+    int32_t* levels = room(u.levels, u.rows * P);
+    int8_t* integers = room(s.integers, u.rows * P);
+    for (int64_t page = 0; page < pages; ++page) {
+        scan_page(l, keys, u, page, levels, P, s, ahead);
+        u.load(l, VALUES, page);
+        for (int64_t r = 0; r < u.rows; ++r) {
+            const Factors f = factors(l, q, noise_factor, u, page, r, s);
+            Sixteen x[V];
+            score_row<V>(levels + r * P, f.scale, &u.scale[KEYS][page * P], f.noise, s.squares.data(), x);
+            const float most = largest_of<V>(x);
+            u.shift[r * pages + page] = most + f.base;
+            u.mass[r * pages + page] = soften_row<V>(x, most);
+            u.size[r * pages + page] = weigh_row<V>(x, &u.scale[VALUES][page * P], integers + r * P) * level_unit(l.scan_bits[VALUES]);
+        }
+        s.weights.set(l.scan_bits[VALUES], P / 4, integers, P, u.rows);
+        s.weights.dot(u.record[page] + l.planes[VALUES], D / 8, &u.sums[page * u.rows * D], D, ahead);
+    }
+    for (int64_t r = 0; r < u.rows; ++r) m[r] = max16(&u.shift[r * pages], pages);
+    for (int64_t r = 0; r < u.rows; ++r)
+        for (int64_t page = 0; page < pages; ++page) u.shift[r * pages + page] -= m[r];
+    for (int64_t i = 0; i < u.rows * pages; i += 16) {
+        const Sixteen factor = exp2_fast(load16(&u.shift[i]));
+        store16(&u.mass[i], load16(&u.mass[i]) * factor), store16(&u.size[i], load16(&u.size[i]) * factor);
+    }
+    for (int64_t r = 0; r < u.rows; ++r) {
+        l_out[r] = 0.0f;
+        for (int64_t page = 0; page < pages; ++page) l_out[r] += u.mass[r * pages + page];
+    }
+    combine(l, u, o);
+}
+
+// `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. With refinement a unit is finished after the next was
+// begun. Returns the tokens refined.
+template <int V>
+inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out) {
     struct Own {
         Unit units[2];
         Workspace workspace;
         Ahead ahead;
+        std::vector<Operands> keys;
     };
     thread_local Own of_thread;
-    Own& own = of_thread;
-    auto& [units, s, ahead] = own;
-    const int64_t rows = q.group, count = heads * q.count;
+    auto& [units, s, ahead, keys] = of_thread;
+    const int64_t rows = q.group, per_granule = heads * q.count, all = count * per_granule;
+    auto prepare = [&](Operands& to, int64_t unit) { to.set(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
+    const bool once = q.count == 1;  // the same queries in all granules
+    if (int64_t(keys.size()) < (once ? heads : 1)) keys.resize(size_t(once ? heads : 1));
+    if (once && count)
+        for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], h);
+    auto records = [&](int64_t i) { return granules[i / per_granule].records + (head + i % per_granule / q.count) * l.record_bytes; };
     int64_t refined = 0;
     auto end = [&](int64_t i) {
-        refined += finish(l, q, refine, own.units[i % 2], own.workspace, own.ahead, out.m + i * rows, out.l + i * rows, out.o + i * rows * l.dim);
+        Unit& u = units[i % 2];
+        float *m = out.m + i * rows, *l_out = out.l + i * rows, *o = out.o + i * rows * l.dim;
+        if (u.total == 0) {
+            std::fill_n(m, rows, -INFINITY), std::fill_n(l_out, rows, 0.0f), std::fill_n(o, rows * l.dim, 0.0f);
+            return;
+        }
+        if (!refine.enabled) {
+            attend_scanned<V>(l, q, refine.scan_noise, keys[size_t(once ? i % heads : 0)], u, s, ahead, m, l_out, o);
+            return;
+        }
+        finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
+        refined += count_refined(u);
     };
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t offset = i / q.count;
-        if (i % q.count == 0)
-            ahead.scan(l, offset + 1 < heads ? granule.records + (offset + 1) * l.record_bytes : granule.next, granule.page_stride);
-        const Granule view = {granule.records + offset * l.record_bytes, nullptr, granule.page_stride, granule.page_valid};
-        begin(l, q, refine, view, (head * q.count + i) * rows, units[i % 2], s, ahead);
+    for (int64_t i = 0; i < all; ++i) {
+        if (i % q.count == 0) ahead.scan(l, i + q.count < all ? records(i + q.count) : nullptr, page_stride);
+        const int64_t unit = i % per_granule;
+        units[i % 2].start(l, records(i), granules[i / per_granule].page_valid, page_stride, (head * q.count + unit) * rows, rows);
+        Operands& of_unit = keys[size_t(once ? unit : 0)];
+        if (!once) prepare(of_unit, unit);
+        if (refine.enabled) begin<V>(l, q, refine, of_unit, units[i % 2], s, ahead);
         if (!refine.enabled) end(i);
         else if (i) end(i - 1);
     }
-    if (refine.enabled && count) end(count - 1);
+    if (refine.enabled && all) end(all - 1);
     ahead.finish();
     return refined;
+}
+
+inline int64_t attend(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out) {
+    const auto run = l.tokens == 64 ? attend_pages<4> : attend_pages<8>;
+    return run(l, q, head, heads, granules, count, page_stride, refine, out);
 }
 
 }  // namespace

@@ -26,15 +26,12 @@ struct Refinement {
     float scan_noise, full_noise;  // 0.5 ln2 r^2 / (D a^2) of the scanned and of the full key code
 };
 
-// One granule: `records` is that of the first page and of the first head asked for, other heads follow, pages are `page_stride` bytes apart.
-// `next`: where the granule and head to come after these have theirs, or null; a hint, never read.
+// One granule: records [pages][HK], of which page_valid [pages] says which are sealed.
 struct Granule {
-    const uint8_t *records, *next;
-    int64_t page_stride;
-    const uint8_t* page_valid;
+    const uint8_t *records, *page_valid;
 };
 
-// Partials of one granule: m, l [heads, Q, G]; o [heads, Q, G, D].
+// Partials m, l [..., Q, G]; o [..., Q, G, D].
 struct PartialOut {
     float *m, *l, *o;
 };
@@ -55,7 +52,8 @@ struct Kernels {
     void (*select)(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions);
     void (*encode)(const Layout&, Side, const float* x, const float* signs, int64_t unbiased, uint8_t* record);
     void (*quantize_query)(int64_t dim, const float* q, const float* signs, int8_t* codes, float* scale, float* norm2, float* rotated);
-    int64_t (*attend)(const Layout&, const Queries&, int64_t head, int64_t heads, const Granule&, const Refinement&, PartialOut);  // tokens refined
+    // Partials [count][heads] of some KV heads and granules, whose pages are page_stride bytes apart. Returns the tokens refined.
+    int64_t (*attend)(const Layout&, const Queries&, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement&, PartialOut);
     void (*merge)(int64_t rows, int64_t dim, float* m, float* l, float* o, const float* m2, const float* l2, const float* o2);  // into the first
     void (*rotate_back)(int64_t dim, float* z, const float* signs);
     // Partial of one query row over exact rows k, v fp32 [count, D], row_stride floats apart.

@@ -36,25 +36,29 @@ inline void add_plane(const uint8_t* words, int64_t height, int64_t width, const
 
 #endif
 
+#if !defined(__AVX512VBMI__)
+
 namespace {
 
-// out int32 [rows][count][8 W]: sums of operands int8 -127..127 [rows][4 height] times levels, for `count` arrays of words; planes of each
-// one after the other, the most significant first. Strides between rows in bytes (operands) and elements (out). Nothing but `out` needs to
-// be aligned. `ahead` is stepped on the way.
-inline void level_dot(const uint8_t* const* words, int64_t count, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride, Ahead& ahead) {
-#if defined(__AVX512VBMI__)
-    for (; rows > 0; rows -= 4, operands += 4 * stride, out += 4 * out_stride) {
-        if (rows >= 4) dot_rows<4>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
-        else if (rows == 3) dot_rows<3>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
-        else if (rows == 2) dot_rows<2>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
-        else dot_rows<1>(words, count, planes, height, width, operands, stride, out, out_stride, ahead);
+// Rows of operands int8 -127..127 [rows][4 height], for dot products with any number of arrays of words; they must stay where they are.
+class Operands {
+public:
+    void set(int64_t planes, int64_t height, const int8_t* operands, int64_t stride, int64_t rows) {
+        planes_ = planes, height_ = height, operands_ = operands, stride_ = stride, rows_ = rows;
     }
-#else
-    for (int64_t i = 0; i < count; ++i) {
-        for (int64_t plane = 0; plane < planes; ++plane)
-            add_plane(words[i] + plane * 4 * height * width, height, width, operands, stride, rows, plane == 0, out + i * 8 * width, out_stride);
+
+    // out int32 [rows][8 W]: sums of operands times levels; planes one after the other, the most significant first. Strides between rows in
+    // bytes (operands) and elements (out). Nothing but `out` needs to be aligned.
+    void dot(const uint8_t* words, int64_t width, int32_t* out, int64_t out_stride, Ahead&) const {
+        for (int64_t plane = 0; plane < planes_; ++plane)
+            add_plane(words + plane * 4 * height_ * width, height_, width, operands_, stride_, rows_, plane == 0, out, out_stride);
     }
-#endif
-}
+
+private:
+    int64_t planes_ = 0, height_ = 0, stride_ = 0, rows_ = 0;
+    const int8_t* operands_ = nullptr;
+};
 
 }  // namespace
+
+#endif

@@ -75,6 +75,7 @@ inline Sixteen load_part(const float* from, int64_t n, float rest) {
     return load16(lane);
 }
 inline void store16(float* to, Sixteen x) { std::memcpy(to, &x, sizeof x); }
+inline void store16(int32_t* to, SixteenInts x) { std::memcpy(to, &x, sizeof x); }
 inline Sixteen larger(Sixteen a, Sixteen b) { return a > b ? a : b; }  // b if either is NaN
 
 inline Sixteen exp2_fast(Sixteen x) {
@@ -106,17 +107,20 @@ inline float sum16(const float* x, int64_t n) {
     return fold16(i == n ? sum : sum + load_part(x + i, n - i, 0.0f));
 }
 
-// NaN where the last compared is NaN.
+// The largest of sixteen; NaN where the last compared is NaN.
+inline float most16(Sixteen x) {
+    const Eight a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15), c = b > a ? b : a;
+    const Four d = __builtin_shufflevector(c, c, 0, 1, 2, 3), e = __builtin_shufflevector(c, c, 4, 5, 6, 7), f = e > d ? e : d;
+    const float g = f[2] > f[0] ? f[2] : f[0], h = f[3] > f[1] ? f[3] : f[1];
+    return h > g ? h : g;
+}
+
 inline float max16(const float* x, int64_t n) {
     Sixteen most = Sixteen{} - INFINITY;
     int64_t i = 0;
     for (; i + 16 <= n; i += 16) most = larger(load16(x + i), most);
     if (i < n) most = larger(load_part(x + i, n - i, -INFINITY), most);
-    const Eight a = __builtin_shufflevector(most, most, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(most, most, 8, 9, 10, 11, 12, 13, 14, 15);
-    const Eight c = b > a ? b : a;
-    const Four d = __builtin_shufflevector(c, c, 0, 1, 2, 3), e = __builtin_shufflevector(c, c, 4, 5, 6, 7), f = e > d ? e : d;
-    const float g = f[2] > f[0] ? f[2] : f[0], h = f[3] > f[1] ? f[3] : f[1];
-    return h > g ? h : g;
+    return most16(most);
 }
 
 // p = 2^(x - shift) for n numbers, a multiple of 16; returns their sum16.

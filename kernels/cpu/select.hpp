@@ -7,80 +7,104 @@
 #endif
 
 #include "numbers.hpp"
-#include "unit.hpp"
+#include "room.hpp"
 
 namespace {
 
 // Order-preserving map of floats to integers; both zeros are one value.
-inline int32_t ordered(float x) {
-    const int32_t i = bits_of(x + 0.0f);
+inline SixteenInts ordered(Sixteen x) {
+    const SixteenInts i = (SixteenInts)(x + 0.0f);
     return i ^ ((i >> 31) & 0x7fffffff);
+}
+
+// The keys that reach `low`, in order; returns how many. `to` has room for all and a register more.
+inline int64_t reaching(const int32_t* keys, int64_t n, int32_t low, int32_t* to) {
+    int64_t found = 0;
+#if defined(__AVX512VBMI__)
+    for (int64_t t = 0; t < n; t += 16) {
+        const __m512i key = _mm512_loadu_si512(keys + t);
+        const __mmask16 taken = _mm512_cmpge_epi32_mask(key, _mm512_set1_epi32(low));
+        _mm512_storeu_si512(to + found, _mm512_maskz_compress_epi32(taken, key));
+        found += __builtin_popcount(taken);
+    }
+#else
+    for (int64_t t = 0; t < n; ++t) to[found] = keys[t], found += keys[t] >= low;
+#endif
+    return found;
 }
 
 // Ascending positions of the keys above `low` and of the first `ties` that equal it; `count` in all.
 inline void collect(const int32_t* keys, int64_t n, int32_t low, int64_t ties, int64_t count, int32_t* out) {
-    int64_t t = 0, found = 0;
+    int64_t found = 0;
 #if defined(__AVX512VBMI__)
     const __m512i threshold = _mm512_set1_epi32(low);
     __m512i position = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (; t + 16 <= n; t += 16, position = _mm512_add_epi32(position, _mm512_set1_epi32(16))) {
+    for (int64_t t = 0; t < n && found < count; t += 16, position = _mm512_add_epi32(position, _mm512_set1_epi32(16))) {
         const __m512i key = _mm512_loadu_si512(keys + t);
         uint32_t equal = _mm512_cmpeq_epi32_mask(key, threshold), taken = _mm512_cmpgt_epi32_mask(key, threshold);
         for (; equal && ties; equal &= equal - 1, --ties) taken |= equal & -equal;
-        if (!taken) continue;
         const int64_t here = __builtin_popcount(taken);
-        _mm512_mask_storeu_epi32(out + found, (1u << here) - 1, _mm512_maskz_compress_epi32(__mmask16(taken), position));
+        _mm512_mask_storeu_epi32(out + found, __mmask16((1u << here) - 1), _mm512_maskz_compress_epi32(__mmask16(taken), position));
         found += here;
     }
-#endif
-    for (; t < n && found < count; ++t) {
+#else
+    for (int64_t t = 0; t < n && found < count; ++t) {
         if (keys[t] < low || (keys[t] == low && --ties < 0)) continue;
         out[found++] = int32_t(t);
     }
+#endif
 }
 
-// Positions of the `count` largest of n keys, ascending; ties go to the lower position. No sort: bisection on the value.
-inline void largest(const int32_t* keys, int64_t n, int64_t count, int32_t* out) {
+inline int64_t count_reaching(const int32_t* keys, int64_t n, int32_t low) {
+    int32_t reached = 0;
+    for (int64_t t = 0; t < n; ++t) reached += keys[t] >= low;
+    return reached;
+}
+
+// Positions of the `count` largest of n keys, n a multiple of 16, ascending; ties go to the lower position. No sort: the keys are dealt to
+// at least `count` hands, of whose largest the smallest is reached by as many; among those that reach it the threshold is found by bisection.
+// `some` has room for n + 16.
+inline void largest(const int32_t* keys, int64_t n, int64_t count, int32_t* some, int32_t* out) {
     if (count <= 0) return;
-    int32_t least = keys[0], most = keys[0];
-    for (int64_t t = 1; t < n; ++t) least = keys[t] < least ? keys[t] : least, most = keys[t] > most ? keys[t] : most;
-    int64_t low = least, high = most;
+    const int64_t dealt = (count + 15) / 16, size = n / 16 / dealt;
+    SixteenInts least = SixteenInts{} + INT32_MAX, most = load16(keys);
+    for (int64_t first = 0, hand = 0; hand < dealt; ++hand) {
+        const int64_t last = hand + 1 == dealt ? n : first + 16 * size;
+        SixteenInts best = load16(keys + first);
+        for (int64_t t = first + 16; t < last; t += 16) best = load16(keys + t) > best ? load16(keys + t) : best;
+        least = best < least ? best : least;
+        most = best > most ? best : most;
+        first = last;
+    }
+    int32_t lowest = least[0], highest = most[0];
+    for (int i = 1; i < 16; ++i) lowest = least[i] < lowest ? least[i] : lowest, highest = most[i] > highest ? most[i] : highest;
+    const int64_t left = reaching(keys, n, lowest, some);
+    int64_t low = lowest, high = highest;
     while (low < high) {  // the largest threshold that at least `count` keys reach
-        const int64_t middle = low + (high - low + 1) / 2;
-        const int32_t threshold = int32_t(middle);
-        int32_t reached = 0;
-        for (int64_t t = 0; t < n; ++t) reached += keys[t] >= threshold;
+        const int64_t middle = low + (high - low + 1) / 2, reached = count_reaching(some, left, int32_t(middle));
         if (reached >= count) low = middle; else high = middle - 1;
         if (reached == count) break;
     }
-    const int32_t threshold = int32_t(low);
-    int32_t above = 0;
-    for (int64_t t = 0; t < n; ++t) above += keys[t] > threshold;
-    collect(keys, n, threshold, count - above, count, out);
+    const int64_t above = low == INT32_MAX ? 0 : count_reaching(some, left, int32_t(low) + 1);
+    collect(keys, n, int32_t(low), count - above, count, out);
 }
 
-// scores [rows][total] -> ascending positions of the `count` tokens to refine: one list for all rows of a group, else a list per row.
-// A group also leaves its rows' largest scores in `peak` and 2^(score - peak) in p [rows][total]; true if it did.
-inline bool select(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions, float* peak, float* p, Workspace& s) {
-    int32_t* keys = room(s.keys, total);
+// scores [rows][total] -> ascending positions of the `count` tokens to refine: one list for all rows of a group, whose log-sum-exp
+// [rows] inside the granule are given, else a list per row. keys, some: room for `total` and `total` + 16.
+inline void select(int64_t rows, int64_t total, const float* scores, const float* log_sum_exp, bool group, int64_t count, int32_t* keys, int32_t* some, int32_t* positions) {
     if (!group || rows == 1) {
         for (int64_t r = 0; r < rows; ++r) {
-            for (int64_t t = 0; t < total; ++t) keys[t] = ordered(scores[r * total + t]);
-            largest(keys, total, count, positions + r * count);
+            for (int64_t t = 0; t < total; t += 16) store16(keys + t, ordered(load16(scores + r * total + t)));
+            largest(keys, total, count, some, positions + r * count);
         }
-        return false;
+        return;
     }
-    float* rank = room(s.ranks, total);
-    for (int64_t r = 0; r < rows; ++r) {
-        const float* score = scores + r * total;
-        peak[r] = max16(score, total);
-        const float log_sum_exp = peak[r] + std::log2(exp2_shifted(score, peak[r], total, p + r * total));
-        if (r == 0) for (int64_t t = 0; t < total; ++t) rank[t] = score[t] - log_sum_exp;
-        else for (int64_t t = 0; t < total; ++t) rank[t] = score[t] - log_sum_exp > rank[t] ? score[t] - log_sum_exp : rank[t];
+    for (int64_t t = 0; t < total; t += 16) {
+        Sixteen rank = load16(scores + t) - log_sum_exp[0];
+        for (int64_t r = 1; r < rows; ++r) rank = larger(load16(scores + r * total + t) - log_sum_exp[r], rank);
+        store16(keys + t, ordered(rank));
     }
-    for (int64_t t = 0; t < total; ++t) keys[t] = ordered(rank[t]);
-    largest(keys, total, count, positions);
-    return true;
+    largest(keys, total, count, some, positions);
 }
 
 }  // namespace

@@ -12,13 +12,19 @@ namespace {
 
 inline void dot_one(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
     Ahead nothing;
-    level_dot(&words, 1, planes, height, width, operands, stride, rows, out, out_stride, nothing);
+    Operands prepared;
+    prepared.set(planes, height, operands, stride, rows);
+    prepared.dot(words, width, out, out_stride, nothing);
 }
 
 inline void select_positions(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions) {
-    std::vector<float> peak(rows), p(rows * total);
-    Workspace s;
-    select(rows, total, scores, group, count, positions, peak.data(), p.data(), s);
+    std::vector<float> log_sum_exp(rows), p(total);
+    for (int64_t r = 0; r < rows; ++r) {
+        const float peak = max16(scores + r * total, total);
+        log_sum_exp[r] = peak + std::log2(exp2_shifted(scores + r * total, peak, total, p.data()));
+    }
+    std::vector<int32_t> keys(total), some(total + 16);
+    select(rows, total, scores, log_sum_exp.data(), group, count, keys.data(), some.data(), positions);
 }
 
 inline bitkv::Kernels table(const char* name) {

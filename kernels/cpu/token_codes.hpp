@@ -1,6 +1,5 @@
-// Whole codes of single tokens, for those few that refinement picks. A token's bits are gathered as rows of D / 8 bytes, one per plane,
-// the most significant first, dim d in bit d % 8 of byte d / 8: its scanned bits come out of the interleaved words of its page, its low
-// bits are stored like that.
+// Codes of single tokens as bytes, for those few that refinement picks: the top bits come out of the interleaved words of their page, the
+// low bits are stored as rows of D / 8 bytes, one per plane, the most significant first, dim d in bit d % 8 of byte d / 8.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,44 +13,46 @@ namespace {
 
 using namespace bitkv;
 
-// Values: the scanned bits of a token, one plane (words [P/4][D/8]).
-inline void value_bits(const uint8_t* words, int64_t dim, int64_t token, uint8_t* row) {
-    const int64_t width = dim / 8, shift = token % 4 * 8;
-    words += token / 4 * 4 * width;
-#if defined(__AVX512VBMI__)
-    if (width % 8 == 0) {
-        for (int64_t at = 0; at < width; at += 16) {
-            const __mmask16 inside = width - at >= 16 ? 0xffff : 0xff;
-            const __m512i word = _mm512_maskz_loadu_epi32(inside, words + 4 * at);
-            for (int j = 0; j < 8; ++j) {
-                const uint16_t bits = _mm512_test_epi32_mask(word, _mm512_set1_epi32(1 << (shift + j)));
-                std::memcpy(row + (j * width + at) / 8, &bits, inside == 0xff ? 1 : 2);
-            }
-        }
-        return;
-    }
-#endif
-    std::memset(row, 0, size_t(width));
-    for (int64_t d = 0; d < dim; ++d) row[d / 8] |= uint8_t(((words[4 * (d % width) + shift / 8] >> (d / width)) & 1) << (d % 8));
-}
+// Bytes from one token's codes to the next: whole registers, zeros past the last dim.
+inline int64_t code_stride(int64_t dim) { return (dim + 63) / 64 * 64; }
 
 #if defined(__AVX512VBMI__)
 
 #define UNROLL _Pragma("GCC unroll 8")
 
-// The codes of 64 dims (fewer at the end: zeros) that `planes` rows of bits stand for, the rows dim / 8 bytes apart.
-inline __m512i expand(const uint8_t* bits, int64_t planes, int64_t dim, int64_t first) {
-    const int64_t bytes = (dim - first) / 8;
-    __m512i code = _mm512_setzero_si512();
-    bits += first / 8;
-    for (int64_t p = 0; p < planes; ++p, bits += dim / 8) {
-        uint64_t mask = 0;
-        if (bytes >= 8) std::memcpy(&mask, bits, 8);
-        else for (int64_t i = 0; i < bytes; ++i) mask |= uint64_t(bits[i]) << (8 * i);
-        code = _mm512_add_epi8(code, code);
-        code = _mm512_mask_add_epi8(code, mask, code, _mm512_set1_epi8(1));
+// codes[d] = the number that `planes` rows of bits stand for, D = dim.
+inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
+    for (int64_t d = 0; d < dim; d += 64, bits += 8) {
+        const int64_t bytes = dim - d >= 64 ? 8 : (dim - d) / 8;
+        __m512i code = _mm512_setzero_si512();
+        for (int64_t p = 0; p < planes; ++p) {
+            uint64_t mask = 0;
+            if (bytes == 8) std::memcpy(&mask, bits + p * (dim / 8), 8);
+            else std::memcpy(&mask, bits + p * (dim / 8), size_t(bytes));
+            code = _mm512_mask_add_epi8(code, mask, code, _mm512_set1_epi8(char(1 << (planes - 1 - p))));
+        }
+        _mm512_storeu_si512(codes + d, code);
     }
-    return code;
+}
+
+// codes[d] += one[d's bit in a plane's words [P/4][D/8] of values] for one token; dim 64 or 128.
+inline void add_bits_of_line(const uint8_t* words, int64_t dim, int64_t token, int one, uint8_t* codes) {
+    const __m512i lane = _mm512_set_epi64(0x3f3e3d3c3b3a3938, 0x3736353433323130, 0x2f2e2d2c2b2a2928, 0x2726252423222120, 0x1f1e1d1c1b1a1918, 0x1716151413121110, 0x0f0e0d0c0b0a0908, 0x0706050403020100);
+    const __m512i place = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi32(lane, 2), _mm512_set1_epi8(0x3c)), _mm512_set1_epi8(char(token % 4)));
+    const uint8_t* line = words + token / 4 * (dim / 2);
+    if (dim == 64) {  // eight words: the byte of lane i is that of dims i % 8 + 8 j, of which this lane has j = i / 8
+        const __m512i bytes = _mm512_permutexvar_epi8(place, _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)line)));
+        const __mmask64 bits = _mm512_test_epi8_mask(bytes, _mm512_set_epi64(128 * 0x0101010101010101, 64 * 0x0101010101010101, 32 * 0x0101010101010101, 16 * 0x0101010101010101, 8 * 0x0101010101010101, 4 * 0x0101010101010101, 2 * 0x0101010101010101, 0x0101010101010101));
+        const __m512i code = _mm512_loadu_si512(codes);
+        _mm512_storeu_si512(codes, _mm512_mask_add_epi8(code, bits, code, _mm512_set1_epi8(char(one))));
+        return;
+    }
+    const __m512i bytes = _mm512_permutexvar_epi8(place, _mm512_loadu_si512(line));  // sixteen words, four j to a register
+    UNROLL for (int half = 0; half < 2; ++half) {
+        const __m512i which = _mm512_slli_epi32(_mm512_set_epi64(0x0808080808080808, 0x0808080808080808, 0x0404040404040404, 0x0404040404040404, 0x0202020202020202, 0x0202020202020202, 0x0101010101010101, 0x0101010101010101), unsigned(4 * half));
+        const __m512i code = _mm512_loadu_si512(codes + 64 * half);
+        _mm512_storeu_si512(codes + 64 * half, _mm512_mask_add_epi8(code, _mm512_test_epi8_mask(bytes, which), code, _mm512_set1_epi8(char(one))));
+    }
 }
 
 // Sums of the lanes of four registers.
@@ -63,15 +64,15 @@ inline __m128i sum_lanes(const __m512i x[4]) {
     return _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
 }
 
-// out[r][i] = sum over d of operands[r][d] times the code of token i, whose rows of bits stand at bits[i].
-inline void token_dots(const uint8_t* const* bits, int64_t count, int64_t planes, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
+// out[r][i] = sum over d of operands[r][d] times codes[i][d].
+inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
     for (int64_t row = 0; row < rows; row += 4, operands += 4 * dim, out += 4 * count) {
         const int64_t beside = rows - row < 4 ? rows - row : 4;
         for (int64_t i = 0; i < count; ++i) {
             __m512i sum[4] = {};
             for (int64_t d = 0; d < dim; d += 64) {
                 const __mmask64 inside = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
-                const __m512i code = expand(bits[i], planes, dim, d);
+                const __m512i code = _mm512_loadu_si512(codes + i * code_stride(dim) + d);
                 UNROLL for (int64_t r = 0; r < 4; ++r)
                     sum[r] = _mm512_dpbusd_epi32(sum[r], code, _mm512_maskz_loadu_epi8(r < beside ? inside : 0, operands + r * dim + d));
             }
@@ -82,9 +83,8 @@ inline void token_dots(const uint8_t* const* bits, int64_t count, int64_t planes
     }
 }
 
-// out[r][d] = sum over tokens of weights[r][i] (0..127) times the code of token i, bits [tokens][planes][D / 8]. There are weights for a
-// multiple of four tokens, 0 past the last.
-inline void token_sums(const uint8_t* bits, int64_t count, int64_t planes, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
+// out[r][d] = sum over tokens of weights[r][i] (0..127) times codes[i][d]. There are weights for a multiple of four tokens, 0 past the last.
+inline void token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
     // Lanes of 16 bytes hold dims 0..3 of their sixteen last, so that dwords come out in order when bytes of four tokens are woven.
     const __m512i weave = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     for (int64_t row = 0; row < rows; row += 4, weights += 4 * stride, out += 4 * dim) {
@@ -94,7 +94,7 @@ inline void token_sums(const uint8_t* bits, int64_t count, int64_t planes, int64
             for (int64_t i = 0; i < count; i += 4) {
                 __m512i code[4];
                 UNROLL for (int64_t b = 0; b < 4; ++b)
-                    code[b] = i + b < count ? _mm512_permutexvar_epi32(weave, expand(bits + (i + b) * planes * (dim / 8), planes, dim, d)) : _mm512_setzero_si512();
+                    code[b] = i + b < count ? _mm512_permutexvar_epi32(weave, _mm512_loadu_si512(codes + (i + b) * code_stride(dim) + d)) : _mm512_setzero_si512();
                 const __m512i low01 = _mm512_unpacklo_epi8(code[0], code[1]), high01 = _mm512_unpackhi_epi8(code[0], code[1]);
                 const __m512i low23 = _mm512_unpacklo_epi8(code[2], code[3]), high23 = _mm512_unpackhi_epi8(code[2], code[3]);
                 const __m512i four[4] = {_mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23), _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)};
@@ -116,30 +116,39 @@ inline void token_sums(const uint8_t* bits, int64_t count, int64_t planes, int64
 
 #else
 
-inline int32_t code_at(const uint8_t* bits, int64_t planes, int64_t dim, int64_t d) {
-    int32_t code = 0;
-    for (int64_t p = 0; p < planes; ++p) code = 2 * code + ((bits[p * (dim / 8) + d / 8] >> (d % 8)) & 1);
-    return code;
+inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
+    std::memset(codes, 0, size_t(code_stride(dim)));
+    for (int64_t p = 0; p < planes; ++p)
+        for (int64_t d = 0; d < dim; ++d) codes[d] = uint8_t(2 * codes[d] + ((bits[p * (dim / 8) + d / 8] >> (d % 8)) & 1));
 }
 
-inline void token_dots(const uint8_t* const* bits, int64_t count, int64_t planes, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
-    std::memset(out, 0, size_t(rows * count) * sizeof(int32_t));
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t d = 0; d < dim; ++d) {
-            const int32_t code = code_at(bits[i], planes, dim, d);
-            for (int64_t r = 0; r < rows; ++r) out[r * count + i] += code * operands[r * dim + d];
+inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < count; ++i) {
+            int32_t sum = 0;
+            for (int64_t d = 0; d < dim; ++d) sum += codes[i * code_stride(dim) + d] * operands[r * dim + d];
+            out[r * count + i] = sum;
         }
 }
 
-inline void token_sums(const uint8_t* bits, int64_t count, int64_t planes, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
+inline void token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
     std::memset(out, 0, size_t(rows * dim) * sizeof(int32_t));
-    for (int64_t i = 0; i < count; ++i, bits += planes * (dim / 8))
-        for (int64_t d = 0; d < dim; ++d) {
-            const int32_t code = code_at(bits, planes, dim, d);
-            for (int64_t r = 0; r < rows; ++r) out[r * dim + d] += code * weights[r * stride + i];
-        }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t d = 0; d < dim; ++d) out[r * dim + d] += codes[i * code_stride(dim) + d] * weights[r * stride + i];
 }
 
 #endif
+
+// codes[d] += one where a plane of values (words [P/4][D/8]) has the bit of a token set.
+inline void add_bits(const uint8_t* words, int64_t dim, int64_t token, int one, uint8_t* codes) {
+#if defined(__AVX512VBMI__)
+    if (dim == 64 || dim == 128) return add_bits_of_line(words, dim, token, one, codes);
+#endif
+    const int64_t width = dim / 8;
+    const uint8_t* bytes = words + token / 4 * 4 * width + token % 4;
+    for (int64_t j = 0; j < 8; ++j)
+        for (int64_t i = 0; i < width; ++i) codes[j * width + i] = uint8_t(codes[j * width + i] + ((bytes[4 * i] >> j) & 1) * one);
+}
 
 }  // namespace

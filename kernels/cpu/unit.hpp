@@ -1,10 +1,13 @@
-// One unit of attention: one granule, one KV head, one query of its group's rows. Its work is cut in two, so that what refinement reads
-// is on its way while the next unit's scan runs: `begin` (scores.hpp) scans and selects, `finish` (values.hpp) refines and sums values.
+// One unit of attention: one granule, one KV head, one query of its group's rows. Pages in one pass each where nothing is refined
+// (attend.hpp); with refinement the work is cut in two, so that what refinement reads is on its way while the next unit's scan runs:
+// `begin` (scores.hpp) scans and selects, `finish` (values.hpp) refines and sums values.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "interface.hpp"
+#include "level_dot.hpp"
 #include "numbers.hpp"
 #include "room.hpp"
 
@@ -22,13 +25,11 @@ struct List {
 
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
-    std::vector<const uint8_t*> words, bits;
-    std::vector<float> product, sizes, scales, ranks, weights, mass, row_scale;
-    std::vector<int32_t> levels, dots, keys, offset;
+    Operands weights;
+    std::vector<float> product, log_sum_exp, refined, weight, refined_size, squares, halves, full;
+    std::vector<int32_t> dots, keys, some, code_sums;
     std::vector<int8_t> integers;
     std::vector<uint8_t> codes;
-    std::vector<List> lists;
-    std::vector<int64_t> end;
 };
 
 // Tokens count from the first valid page; the scales are those of the scanned planes.
@@ -36,21 +37,30 @@ struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
     std::vector<const uint8_t*> record;  // of the valid pages
     std::vector<float> scale[2], centroid[2];  // [pages][P], [pages][D]
-    std::vector<float> scores, p, peak;  // [rows][total]; p = 2^(score - peak) if `shifted`
-    std::vector<float> base;  // [rows][pages]: q.c
-    bool shifted;
-    std::vector<int32_t> selected, levels;  // positions of all lists; levels [rows][count] of their scanned keys
+    std::vector<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
+    std::vector<float> base, shift;  // [rows][pages]: q.c; the largest score
+    std::vector<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
+    std::vector<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
+    std::vector<int32_t> levels, selected, kept;  // of scanned keys [rows][total]; positions of all lists; levels [rows][count] of those
     std::vector<List> lists;
 
     int64_t pages() const { return int64_t(record.size()); }
 
-    void load(const Layout& l, Side side) {
-        float* to = room(scale[side], pages() * l.tokens);
-        float* mean = room(centroid[side], pages() * l.dim);
-        for (const uint8_t* page : record) {
-            halves_to_floats(page + l.scan[side], l.tokens, to), halves_to_floats(page + l.centroid[side], l.dim, mean);
-            to += l.tokens, mean += l.dim;
-        }
+    // `records`: the first page's, of one head.
+    void start(const Layout& l, const uint8_t* records, const uint8_t* page_valid, int64_t page_stride, int64_t first_row, int64_t group) {
+        record.clear(), lists.clear();
+        for (int64_t page = 0; page < l.pages; ++page)
+            if (page_valid[page]) record.push_back(records + page * page_stride);
+        first = first_row, rows = group, total = pages() * l.tokens;
+        const int64_t all = rows * pages(), whole = (all + 15) / 16 * 16;
+        room(base, all), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
+        for (Side side : {KEYS, VALUES}) room(scale[side], total), room(centroid[side], pages() * l.dim);
+    }
+
+    // The scales and the centroid of a page.
+    void load(const Layout& l, Side side, int64_t page) {
+        halves_to_floats(record[page] + l.scan[side], l.tokens, &scale[side][page * l.tokens]);
+        halves_to_floats(record[page] + l.centroid[side], l.dim, &centroid[side][page * l.dim]);
     }
 
     // Where the low bits and the full scale of a token lie.

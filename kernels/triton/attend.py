@@ -154,8 +154,9 @@ def attend_tiered(
         KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS],
         VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
         KEY_LOW=layout.low[KEYS], VALUE_LOW=layout.low[VALUES], VALUE_PLANES=layout.planes[VALUES],
-        VALUE_CENTROID=layout.centroid[VALUES], COLS=max(chosen.columns, padded) if refinement.group else chosen.columns,
-        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room, dim, padded if refinement.group else 1),
+        VALUE_CENTROID=layout.centroid[VALUES], GROUP=padded if refinement.group else 1,
+        COLS=max(chosen.columns, padded) if refinement.group else chosen.columns, BY_HEAD=not refinement.group,
+        LIST=room, num_warps=chosen.refine_warps(room, dim, padded if refinement.group else 1),
     )  # fmt: skip
     return (m, l, o), tokens
 

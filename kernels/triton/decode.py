@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bitkv_dist.kernels.triton.numbers import exp2, halves, log2, round_weight
-from bitkv_dist.kernels.triton.planes import key_dots, load_planes, unscale, value_dots
+from bitkv_dist.kernels.triton.planes import load_planes, no_dots, own_set, plane_dots, unscale
 from bitkv_dist.kernels.triton.tiles import by_head, by_row, head_max, head_sum, to_tokens
 
 LOG2_127 = tl.constexpr(6.988684686772166)
@@ -38,36 +38,32 @@ def level_unit(BITS: tl.constexpr):
 
 
 @triton.jit
-def load_query(codes, first, group, start, D: tl.constexpr, DIMS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
-    """Dims start .. start + DIMS - 1 of `group` rows of int8 query codes [.., D] from row `first` on, 0 beyond D and the rows:
-    SETS operands [DIMS, COLS] of `key_dots`."""
-    column = tl.arange(0, SETS * GROUP)
-    head = column % GROUP
-    dim = start + tl.arange(0, DIMS)
-    inside = (head < group)[None, :] & (dim < D)[:, None]
-    found = tl.load(codes + (first + head[None, :]) * D + dim[:, None], mask=inside, other=0)
-    operands = ()
-    for s in tl.static_range(SETS):
-        operands = operands + (tl.where((column // GROUP == s)[None, :], found, 0),)  # noqa: RUF005
-    return operands
+def load_query(codes, first, group, D: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr):
+    """`group` rows of int8 query codes [.., D] from row `first` on, in the blocks of `key_blocks`: each [dims, COLS], in every
+    set of columns the same, 0 beyond D and the rows."""
+    head = tl.arange(0, SETS * GROUP) % GROUP
+    blocks = ()
+    for i in tl.static_range(len(key_blocks(D))):
+        dim = block_start(D, i) + tl.arange(0, key_blocks(D)[i])
+        inside = (head < group)[None, :] & (dim < D)[:, None]
+        block = tl.load(codes + (first + head[None, :]) * D + dim[:, None], mask=inside, other=0)
+        blocks = blocks + (block,)  # noqa: RUF005
+    return blocks
 
 
 @triton.jit
 def page_dots(
-    keys, operands, rest, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr
+    keys, blocks, column_set, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; operands and rest: the query's dims in two
-    power-of-two blocks, rest = () where one holds them all."""
-    SETS: tl.constexpr = len(operands)
+    """Scaled integer dots int32 [P / SETS, COLS] of a page's key planes at `keys`; blocks: the query's dims in blocks
+    [DIMS, COLS] of a power of two, one after another."""
     WIDTH: tl.constexpr = P // 8
-    DIMS: tl.constexpr = operands[0].shape[0]
-    words = load_planes(keys, P * D // 8, DIMS // 4, WIDTH, WIDTH, BITS)
-    dots = key_dots(words, operands, tl.zeros((P // SETS, COLS), tl.int32), ASSEMBLY)
-    if len(rest) > 0:
-        REST: tl.constexpr = rest[0].shape[0]
-        words = load_planes(keys + DIMS // 4 * WIDTH * 4, P * D // 8, REST // 4, WIDTH, WIDTH, BITS)
-        dots = key_dots(words, rest, dots, ASSEMBLY)
-    return dots
+    sums = no_dots(P, blocks[0].shape[1], SETS)
+    for i in tl.static_range(len(blocks)):
+        words = load_planes(keys, P * D // 8, blocks[i].shape[0] // 4, WIDTH, WIDTH, BITS, ASSEMBLY)
+        sums = plane_dots(words, blocks[i], sums, ASSEMBLY)
+        keys += blocks[i].shape[0] * WIDTH
+    return own_set(sums, column_set)
 
 
 @triton.jit
@@ -87,17 +83,62 @@ def centroid_score(centroid, q_rotated, D: tl.constexpr):
 
 
 @triton.constexpr_function
-def first_block(dim: int) -> int:
-    """The largest power of two that is not above `dim`, but at least 32, the tensor core's step, and at most 128: operands of
-    more dims at once would not fit into the registers."""
-    return min(128, max(32, 1 << (dim.bit_length() - 1)))
+def key_blocks(dim: int) -> tuple[int, ...]:
+    """The dims of the blocks in which keys are taken, one after another: powers of two of at least 32, the tensor core's step;
+    operands of more dims at once would not fit into the registers."""
+    blocks, rest, most = (), dim, 128 if dim <= 128 else 64
+    while rest > 0:
+        block = min(most, max(32, 1 << (rest.bit_length() - 1)))
+        blocks, rest = (*blocks, block), rest - block
+    return blocks
 
 
 @triton.constexpr_function
-def second_block(dim: int) -> int:
-    """The rest of `dim`, as a power of two of at least 32; 0 where there is none."""
-    rest = max(0, dim - min(128, max(32, 1 << (dim.bit_length() - 1))))
-    return max(32, 1 << (rest - 1).bit_length()) if rest else 0
+def block_start(dim: int, i: int) -> int:
+    return sum(key_blocks(dim)[:i])
+
+
+@triton.constexpr_function
+def value_blocks(width: int, sets: int) -> tuple[tuple[int, int], ...]:
+    """(first word, words) of the blocks in which the `width` words of a row of a value plane are taken: the power of two that
+    holds them, or a smaller one and the rest where that pads less. A block has eight words or more, which loads stay wide for,
+    and 16 rows or more, the tensor core's."""
+    whole, first = 1 << (width - 1).bit_length(), 1 << (width.bit_length() - 1)
+    rest = max(8, 2 * sets, 1 << (width - first - 1).bit_length())
+    return ((0, whole),) if first + rest >= whole else ((0, first), (first, rest))
+
+
+@triton.jit
+def value_dims(D: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, place):
+    """(dims, whether they are any) of the rows `place` of a block of WIDTH words from word FIRST on."""
+    word = FIRST + place % WIDTH
+    return place // WIDTH * (D // 8) + word, word < D // 8
+
+
+@triton.jit
+def add_values(
+    o, page, integers, total, column_set, shrink, lift, mass,
+    D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, CENTROID: tl.constexpr,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, SETS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """The outputs fp32 [8 WIDTH / SETS, COLS] of a block of dims, with a page's values added to them.
+
+    integers int8 [P, COLS]: the weights, worth `lift` each; total int32 [ROWS, COLS]: their sum, in every row the same. shrink,
+    lift, mass: fp32 [GROUP].
+    """
+    ROWS: tl.constexpr = total.shape[0]
+    DIMS: tl.constexpr = o.shape[0]
+    COLS: tl.constexpr = o.shape[1]
+    GROUP: tl.constexpr = COLS // SETS
+    words = load_planes(page + PLANES + 4 * FIRST, P * D // 8, P // 4, WIDTH, D // 8, BITS, ASSEMBLY)
+    sums = own_set(plane_dots(words, integers, no_dots(8 * WIDTH, COLS, SETS), ASSEMBLY), column_set)
+    total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ROWS, ROWS, COLS)), (DIMS, COLS)).to(tl.float32)
+    dim, inside = value_dims(D, FIRST, WIDTH, tl.arange(0, 8 * WIDTH))
+    centroid = halves(page + CENTROID, dim, None if (D // 8 - FIRST) % WIDTH == 0 else inside)
+    o = o * by_head(shrink, SETS) - total * by_head(lift * (level_unit(BITS) * ((1 << BITS) - 1)), SETS)
+    o = by_row(centroid, SETS, GROUP) * by_head(mass, SETS) + o
+    factor = 2 * level_unit(BITS) * unscale(DIMS, column_set, WIDTH, SETS, BITS)
+    return sums.to(tl.float32) * (factor * by_head(lift, SETS)) + o
 
 
 @triton.jit(do_not_specialize=["lanes", "slots", "queries"])
@@ -120,9 +161,8 @@ def decode(
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
-    WIDTH: tl.constexpr = triton.next_power_of_2(D // 8)
-    DIMS: tl.constexpr = 8 * WIDTH // SETS
-    ONES: tl.constexpr = 16 if DIMS >= 16 else DIMS
+    BLOCKS: tl.constexpr = value_blocks(D // 8, SETS)
+    ONES: tl.constexpr = min(16, 8 * BLOCKS[0][1] // SETS)  # rows of a tile that sums the weights
     lane, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head, batch, query = tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
     # The rows of the first query head that this program serves, and how many it serves.
@@ -134,10 +174,7 @@ def decode(
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    operands = load_query(codes, source, count, 0, D, first_block(D), SETS, GROUP)
-    rest = ()
-    if second_block(D) > 0:
-        rest = load_query(codes, source, count, first_block(D), D, second_block(D), SETS, GROUP)
+    blocks = load_query(codes, source, count, D, SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]
@@ -151,13 +188,12 @@ def decode(
     else:
         q_factor = by_head(2 * q_scale, SETS) * unscale(P // SETS, column_set, P // 8, SETS, KEY_BITS)
         q_offset = by_head(q_scale * code_sum * (1 - (1 << KEY_BITS)), SETS)
-    value_factor = 2 * level_unit(VALUE_BITS) * unscale(DIMS, column_set, WIDTH, SETS, VALUE_BITS)
-    place = tl.arange(0, 8 * WIDTH)
-    value_dim = place // WIDTH * (D // 8) + place % WIDTH
 
     m = tl.full((GROUP,), float("-inf"), tl.float32)
     l = tl.zeros((GROUP,), tl.float32)
-    o = tl.zeros((DIMS, COLS), tl.float32)
+    o = ()
+    for b in tl.static_range(len(BLOCKS)):
+        o = o + (tl.zeros((8 * BLOCKS[b][1] // SETS, COLS), tl.float32),)  # noqa: RUF005
     first = tl.load(bounds + 2 * (batch * lanes + lane))
     end = tl.load(bounds + 2 * (batch * lanes + lane) + 1)
     for turn in tl.range(first, end):
@@ -169,7 +205,7 @@ def decode(
             sums = tl.load(dots + (target + column_head) * 512 + token, mask=column_head < count, other=0).to(tl.int32)
             sums = in_tile(sums)
         else:
-            sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
+            sums = page_dots(page + KEY_PLANES, blocks, column_set, D, P, KEY_BITS, SETS, ASSEMBLY)
         key_scale = by_row(halves(page + KEY_SCAN, tl.arange(0, P)), SETS, GROUP)
         value_scale = halves(page + VALUE_SCAN, tl.arange(0, P))
         value_log = log2(tl.maximum(value_scale, NO_SCALE), ASSEMBLY)
@@ -192,17 +228,19 @@ def decode(
         m, l = base, l * shrink + mass
 
         integers = to_tokens(round_weight(weights), SETS)
-        words = load_planes(page + VALUE_PLANES, P * D // 8, P // 4, WIDTH, D // 8, VALUE_BITS)
-        sums = value_dots(words, integers, column_set, SETS, ASSEMBLY)
         total = tl.dot(tl.full((ONES, P), 1, tl.int8), integers, out_dtype=tl.int32)
-        total = tl.reshape(tl.broadcast_to(total[None, :, :], (DIMS // ONES, ONES, COLS)), (DIMS, COLS)).to(tl.float32)
-        centroid = halves(page + VALUE_CENTROID, value_dim, None if D == 8 * WIDTH else place % WIDTH < D // 8)
-        o = o * by_head(shrink, SETS) - total * by_head(lift * (level_unit(VALUE_BITS) * ((1 << VALUE_BITS) - 1)), SETS)
-        o = by_row(centroid, SETS, GROUP) * by_head(mass, SETS) + o
-        o = sums.to(tl.float32) * (value_factor * by_head(lift, SETS)) + o
+        added = ()
+        for b in tl.static_range(len(BLOCKS)):
+            block = add_values(
+                o[b], page, integers, total, column_set, shrink, lift, mass, D, P, VALUE_BITS, VALUE_PLANES, VALUE_CENTROID,
+                BLOCKS[b][0], BLOCKS[b][1], SETS, ASSEMBLY,
+            )  # fmt: skip
+            added = added + (block,)  # noqa: RUF005
+        o = added
 
     tl.store(m_out + target + member, m, mask=real)
     tl.store(l_out + target + member, l, mask=real)
-    row = tl.arange(0, DIMS)[:, None] + DIMS * column_set
-    at = (target + column_head) * D + row // WIDTH * (D // 8) + row % WIDTH
-    tl.store(o_out + at, o, mask=(row % WIDTH < D // 8) & (column_head < count))
+    for b in tl.static_range(len(BLOCKS)):
+        row = tl.arange(0, o[b].shape[0])[:, None] + o[b].shape[0] * column_set
+        dim, inside = value_dims(D, BLOCKS[b][0], BLOCKS[b][1], row)
+        tl.store(o_out + (target + column_head) * D + dim, o[b], mask=inside & (column_head < count))

@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLAIN, PTX = tl.constexpr(0), tl.constexpr(1)  # ASSEMBLY of the kernels: what expands a word
+# ASSEMBLY of the kernels: what expands a word, NVIDIA's and AMD's assembly and the plain twin of each. NVIDIA's takes four
+# bytes as one register; LLVM has no register of four bytes for AMD, so there it works on words that are cut into bytes later.
+PLAIN, PTX, PLAIN_WORDS, GCN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.constexpr_function
+def in_words(assembly: int) -> bool:
+    return assembly >= 2
 
 
 @triton.constexpr_function
@@ -53,6 +60,26 @@ def constraints(bits: int) -> str:
     return ",".join(["=&r"] * 8 + ["r"] * bits)
 
 
+@triton.constexpr_function
+def gcn_expansion(bits: int) -> str:
+    """The same for AMD: outputs $0..$7, a register $8 to shift in, the planes' from $9 on, then the eight masks'."""
+    lines, held = [], None
+    for plane in range(bits):
+        for j in range(8):
+            left, bit = shifted(bits, plane, j, False)
+            source, mask = f"${9 + plane}" if left == 0 else "$8", f"${9 + bits + bit}"
+            if left and held != (plane, left):
+                lines.append(f"v_lsh{'l' if left > 0 else 'r'}rev_b32 $8, {abs(left)}, ${9 + plane}")
+                held = plane, left
+            lines.append(f"v_and_b32 ${j}, {mask}, {source}" if plane == 0 else f"v_and_or_b32 ${j}, {source}, {mask}, ${j}")
+    return "\n\t".join(lines)
+
+
+@triton.constexpr_function
+def gcn_constraints(bits: int) -> str:
+    return ",".join(["=&v"] * 9 + ["v"] * bits + ["s"] * 8)
+
+
 @triton.jit
 def code_bit(words, LEFT: tl.constexpr, BIT: tl.constexpr):
     """Bit BIT of bytes shifted left, with LEFT < 0 right."""
@@ -78,29 +105,76 @@ def expand(words, EXACT: tl.constexpr, ASSEMBLY: tl.constexpr):
     return parts
 
 
+@triton.constexpr_function
+def word_mask(bit: int) -> int:
+    """The int32 with this bit set in its four bytes."""
+    return (0x01010101 << bit) - (1 << 32 if bit == 7 else 0)
+
+
 @triton.jit
-def load_planes(plane, plane_bytes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr):
-    """BITS tensors uint8 [HEIGHT, WIDTH, 4] of words [HEIGHT][STRIDE] from `plane` on, `plane_bytes` apart.
+def word_bits(words, LEFT: tl.constexpr, BIT: tl.constexpr):
+    """Bit BIT of the bytes of words shifted left, with LEFT < 0 right."""
+    return (words << LEFT if LEFT > 0 else words >> -LEFT) & word_mask(BIT)
+
+
+@triton.jit
+def expand_words(words, ASSEMBLY: tl.constexpr):
+    """Planes of words int32 [..], sign plane first -> 8 tensors int32 [..]: in their bytes what `expand` makes of those of
+    `words`."""
+    BITS: tl.constexpr = len(words)
+    parts = ()
+    if ASSEMBLY == GCN:
+        # What assembly yields is opaque to the compiler, which would otherwise mask byte by byte.
+        masks = ()
+        for bit in tl.static_range(8):
+            masks = masks + (tl.full(words[0].shape, word_mask(bit), tl.int32),)  # noqa: RUF005
+        parts = tl.inline_asm_elementwise(
+            gcn_expansion(BITS), gcn_constraints(BITS), words + masks, dtype=(tl.int32,) * 9, is_pure=True, pack=1
+        )
+    else:
+        for j in tl.static_range(8):
+            part = word_bits(words[0], shifted(BITS, 0, j, False)[0], shifted(BITS, 0, j, False)[1])
+            for plane in tl.static_range(1, BITS):
+                part |= word_bits(words[plane], shifted(BITS, plane, j, False)[0], shifted(BITS, plane, j, False)[1])
+            parts = parts + (part,)  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def bytes_of(words):
+    """int32 [ROWS, N] -> int8 [ROWS, 4 N], low bytes first."""
+    even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
+    odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def load_planes(plane, plane_bytes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr,
+                ASSEMBLY: tl.constexpr):  # fmt: skip
+    """BITS tensors of words [HEIGHT][STRIDE] from `plane` on, `plane_bytes` apart: uint8 [HEIGHT, WIDTH, 4], or int32
+    [HEIGHT, WIDTH, 1].
 
     WIDTH = STRIDE rounded up to a power of two: where it is more, rows run into the next, and what they find is not used.
     """
+    SIZE: tl.constexpr = 1 if in_words(ASSEMBLY) else 4
     words = ()
     for _ in tl.static_range(BITS):
+        at = plane.to(tl.pointer_type(tl.int32)) if in_words(ASSEMBLY) else plane
         if WIDTH == STRIDE:
-            flat = tl.load(plane + tl.arange(0, HEIGHT * WIDTH * 4))
+            flat = tl.load(at + tl.arange(0, HEIGHT * WIDTH * SIZE))
         else:
-            flat = tl.load(plane + tl.arange(0, HEIGHT)[:, None] * (4 * STRIDE) + tl.arange(0, WIDTH * 4)[None, :])
-        words = words + (tl.reshape(flat, (HEIGHT, WIDTH, 4)),)  # noqa: RUF005
+            flat = tl.load(at + tl.arange(0, HEIGHT)[:, None] * (SIZE * STRIDE) + tl.arange(0, WIDTH * SIZE)[None, :])
+        words = words + (tl.reshape(flat, (HEIGHT, WIDTH, SIZE)),)  # noqa: RUF005
         plane += plane_bytes
     return words
 
 
 @triton.jit
 def stack(parts):
-    """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, 4] -> dot operand [masks * WIDTH, HEIGHT * 4], row = i + WIDTH
-    j."""
+    """1, 2, 4 or 8 consecutive masks' tensors [HEIGHT, WIDTH, SIZE] -> [masks * WIDTH, HEIGHT * SIZE], row = i + WIDTH j."""
     HEIGHT: tl.constexpr = parts[0].shape[0]
     WIDTH: tl.constexpr = parts[0].shape[1]
+    SIZE: tl.constexpr = parts[0].shape[2]
     if len(parts) == 1:
         rows = tl.permute(parts[0], (1, 0, 2))
     elif len(parts) == 2:
@@ -112,37 +186,43 @@ def stack(parts):
         even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
         odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
         rows = tl.permute(tl.join(even, odd), (3, 4, 5, 1, 0, 2))
-    return tl.reshape(rows, (len(parts) * WIDTH, HEIGHT * 4))
+    return tl.reshape(rows, (len(parts) * WIDTH, HEIGHT * SIZE))
 
 
 @triton.jit
-def key_dots(words, operands, out, ASSEMBLY: tl.constexpr):
-    """out int32 [8 WIDTH / SETS, COLS] += operands times codes: row of set s = row + 8 WIDTH / SETS s of the plane.
-
-    operands: SETS tensors int8 [4 HEIGHT, COLS], the s-th zero outside the columns of set s: it takes 8 / SETS of the masks.
-    """
-    MASKS: tl.constexpr = 8 // len(operands)
-    parts = expand(words, False, ASSEMBLY)
-    for s in tl.static_range(len(operands)):
+def plane_dots(words, operand, sums, ASSEMBLY: tl.constexpr):
+    """SETS tensors int32 [8 WIDTH / SETS, COLS] += the codes of `words` times operand int8 [4 HEIGHT, COLS]: the s-th those of
+    set s, 8 / SETS of the masks, in all columns."""
+    MASKS: tl.constexpr = 8 // len(sums)
+    parts = expand_words(words, ASSEMBLY) if in_words(ASSEMBLY) else expand(words, False, ASSEMBLY)
+    found = ()
+    for s in tl.static_range(len(sums)):
         rows = stack(parts[s * MASKS : (s + 1) * MASKS])
-        out = tl.dot(rows, operands[s], out, out_dtype=tl.int32)
-    return out
+        if in_words(ASSEMBLY):
+            rows = bytes_of(rows)
+        found = found + (tl.dot(rows, operand, sums[s], out_dtype=tl.int32),)  # noqa: RUF005
+    return found
 
 
 @triton.jit
-def value_dots(words, weights, column_set, SETS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """int32 [8 WIDTH / SETS, COLS] of weights int8 [4 HEIGHT, COLS], in every set of columns the same, times the codes of
-    `words`.
+def no_dots(ROWS: tl.constexpr, COLS: tl.constexpr, SETS: tl.constexpr):
+    """What `plane_dots` adds to."""
+    sums = ()
+    for _ in tl.static_range(SETS):
+        sums = sums + (tl.zeros((ROWS // SETS, COLS), tl.int32),)  # noqa: RUF005
+    return sums
 
-    Columns of set s keep the rows of the s-th 8 / SETS masks. Zeroing weights instead, as for keys, would send each set's copy
-    through shared memory.
+
+@triton.jit
+def own_set(sums, column_set):
+    """int32 [ROWS, COLS]: each column of those of its set, column_set int32 [1, COLS].
+
+    Choosing between sums costs less than operands that are zero outside a set's columns: those of keys would stay in registers,
+    those of values be sent through shared memory.
     """
-    MASKS: tl.constexpr = 8 // SETS
-    parts = expand(words, False, ASSEMBLY)
-    out = tl.dot(stack(parts[:MASKS]), weights, out_dtype=tl.int32)
-    for s in tl.static_range(1, SETS):
-        found = tl.dot(stack(parts[s * MASKS : (s + 1) * MASKS]), weights, out_dtype=tl.int32)
-        out = tl.where(column_set == s, found, out)
+    out = sums[0]
+    for s in tl.static_range(1, len(sums)):
+        out = tl.where(column_set == s, sums[s], out)
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bitkv_dist.kernels.triton.decode import centroid_score, first_block, load_query, page_dots, second_block
+from bitkv_dist.kernels.triton.decode import centroid_score, load_query, page_dots
 from bitkv_dist.kernels.triton.numbers import ROUNDER
 from bitkv_dist.kernels.triton.planes import unscale
 from bitkv_dist.kernels.triton.tiles import by_head
@@ -37,10 +37,7 @@ def scan(
     column = tl.arange(0, COLS)[None, :]
     column_set, column_head = column // GROUP, column % GROUP
 
-    operands = load_query(codes, source * group, group, 0, D, first_block(D), SETS, GROUP)
-    rest = ()
-    if second_block(D) > 0:
-        rest = load_query(codes, source * group, group, first_block(D), D, second_block(D), SETS, GROUP)
+    blocks = load_query(codes, source * group, group, D, SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source * group + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]
@@ -56,7 +53,7 @@ def scan(
     end = tl.load(bounds + 2 * (batch * slots + slot) + 1)
     for turn in tl.range(first, end):
         page = records + tl.multiple_of(granule + (turn * heads + head).to(tl.int64) * RECORD, 16)
-        sums = page_dots(page + KEY_PLANES, operands, rest, D, P, KEY_BITS, COLS, ASSEMBLY)
+        sums = page_dots(page + KEY_PLANES, blocks, column_set, D, P, KEY_BITS, SETS, ASSEMBLY)
         # Exact: the sum is a multiple of what it is divided by, and the rounding constant puts the integer into the low bits.
         integers = (sums.to(tl.float32) * factor + offset).to(tl.int32, bitcast=True)
         if KEY_BITS > 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from bitkv_dist.kernels.triton.planes import PLAIN, PTX
+from bitkv_dist.kernels.triton.planes import GCN, PLAIN, PTX
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Config:
 
 
 NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
-AMD = Config(columns=16, lanes=64, assembly=PLAIN.value, stages=2, precision="ieee")
+AMD = Config(columns=16, lanes=64, assembly=GCN.value, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
 ARCHITECTURES: dict[str, Config] = {

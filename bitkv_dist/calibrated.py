@@ -1,0 +1,72 @@
+"""What a calibration file says about itself: read with the configuration, before torch or any weight is loaded.
+
+The file is safetensors; its metadata hold one JSON object under "bitkv", the fields of `Origin`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bitkv_dist.rules import shown
+
+VERSION = 1
+KEY = "bitkv"
+FORMS = {"tailored": ("weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
+MOST_HEADER_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which codec and model a file was made for, and from what.
+
+    fingerprint: 16 hex digits, see model.fingerprint_of. scale: whose channels share a token's scale ("all KV heads", or "none"
+    without one). texts: name, digest and tokens of each. lost: shares of the variance that the codes lose, on the part of the
+    texts that taught and on the part that was held out. digest: 16 hex digits over all of this and the tensors.
+    """
+
+    version: int
+    codec: str
+    form: str
+    model: str
+    fingerprint: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope_scaling: float
+    scale: str
+    texts: tuple[dict[str, Any], ...]
+    vectors: int
+    seed: int
+    lost: dict[str, float]
+    digest: str
+
+
+def read_origin(path: str) -> Origin:
+    """ValueError without the name of the field: what is wrong with the file, and the remedy."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); make it with bitkv calibrate") from None
+    return _read(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: str, modified_ns: int, size: int) -> Origin:
+    """One read for all layers of a cache, until the file changes."""
+    try:
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length < min(size, MOST_HEADER_BYTES) else {}
+        found = json.loads(header["__metadata__"][KEY])
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); make it with bitkv calibrate") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("is not a calibration file; make one with bitkv calibrate") from None
+    if found.get("version") != VERSION:
+        raise ValueError(f"is of version {shown(found.get('version'))}, this program reads {VERSION}; calibrate again")
+    return Origin(**found | {"texts": tuple(found["texts"])})

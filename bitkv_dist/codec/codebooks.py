@@ -1,0 +1,80 @@
+"""The calibration file: tensors of all layers under one digest, written once, read by every layer's codec.
+
+Per side S (K, V): S.words int16 [layers, HK, groups, stages, words, n], S.unit fp32 [layers, HK, groups], S.channels int16
+[layers, HK, D], S.center and S.weight fp32 [layers, HK, D], S.lost fp32 [layers, HK, D] (what the codes lose of a channel, mean
+square on held-out tokens, before RoPE, a pair's two channels alike; of keys with a scale, per square of the scale). K.weighted
+uint8 [layers, HK]: heads whose keys are weighted by the attention that they receive. inv_freq fp32 [r/2].
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from bitkv_dist.calibrated import KEY, Origin, read_origin
+from bitkv_dist.codec.books import Books
+from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.config import CacheConfig
+
+BOOK_FIELDS = ("words", "unit", "channels", "center", "weight")
+
+
+def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Origin:
+    """Writes the file; returns `origin` with its digest."""
+    tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+    origin = replace(origin, digest=content_digest(origin, tensors))
+    save_file(tensors, path, {KEY: json.dumps(asdict(origin))})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes it for its owner alone, whatever the umask
+    return origin
+
+
+def content_digest(origin: Origin, tensors: Mapping[str, torch.Tensor]) -> str:
+    """16 hex digits over everything that the file holds."""
+    state = blake2b(json.dumps(asdict(origin) | {"digest": ""}, sort_keys=True).encode(), digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        state.update(tensor.cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def tensors_of(path: str, digest: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of the file with that digest, shared by all layers and caches. ValueError where its content is another."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError):
+        raise ValueError(f"cache.calibration {path!r}: is truncated or cannot be read; calibrate again") from None
+    if content_digest(read_origin(path), tensors) != digest:
+        raise ValueError(f"cache.calibration {path!r}: was changed after it was written; calibrate again")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+class LayerBooks:
+    """What one layer and rank needs of the file of `config`."""
+
+    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
+        self.origin = config.origin
+        if heads.fingerprint not in (None, self.origin.fingerprint):
+            made = f"was made for {self.origin.model} with fingerprint {self.origin.fingerprint}"
+            rule = f"{made}, this model's is {heads.fingerprint}"
+            raise ValueError(f"cache.calibration {config.calibration!r}: {rule}; calibrate with this model and --dtype")
+        found = tensors_of(config.calibration, config.calibration_digest, heads.device)
+        own = slice(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
+        self.inv_freq = found["inv_freq"]
+        self.books = {side: Books(*book_of(found, side, layer, own)) for side in "KV"}
+        self.lost = {side: found[f"{side}.lost"][layer, own] for side in "KV"}
+        held = [found[f"{side}.{name}"][layer, own] for side in "KV" for name in (*BOOK_FIELDS, "lost")]
+        self.bytes = sum(tensor.nbytes for tensor in held)
+
+
+def book_of(tensors: Mapping[str, torch.Tensor], side: str, layer: int, heads: slice) -> list[torch.Tensor]:
+    found = {name: tensors[f"{side}.{name}"][layer, heads] for name in BOOK_FIELDS}
+    return list((found | {"channels": found["channels"].long()}).values())

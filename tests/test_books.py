@@ -1,0 +1,132 @@
+"""Words of small integers: exact distances, ties, packed indices, stages; and the file that keeps them."""
+
+import json
+
+import calibrations
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from bitkv_dist.calibrated import KEY, read_origin
+from bitkv_dist.codec import codebooks
+from bitkv_dist.codec.books import LIMIT, Books, first_largest, nearest
+
+
+def by_definition(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Least squared distance in whole numbers, the first of equal ones."""
+    distance = (x.long().unsqueeze(-2) - words.long().unsqueeze(-3)).square().sum(-1)
+    return (distance == distance.amin(-1, keepdim=True)).int().argmax(-1)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.sampled_from([(1, 2), (4, 16), (8, 37), (8, 1024)]), st.integers(1, 3), st.sampled_from([3, LIMIT]), st.integers(0))
+def test_nearest_word(shape, lead, reach, seed):
+    """Also for the largest numbers there are, where distances fill an fp32, and with ties."""
+    width, count = shape
+    torch.manual_seed(seed % 2**32)
+    words = torch.randint(-reach, reach + 1, (2, 3, count, width)).float()
+    x = torch.randint(-reach, reach + 1, (lead, 2, 3, 16, width)).float()
+    assert torch.equal(nearest(x, words), by_definition(x, words))
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_the_largest_distances_are_exact(width):
+    """All corners of the cube, with what a first stage of at most 4 channels may leave over."""
+    reach = 2 * LIMIT if width == 4 else LIMIT
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * width)
+    x, words = corners * reach, torch.cat((corners * LIMIT, corners * (LIMIT - 1)))
+    assert torch.equal(nearest(x, words), by_definition(x, words))
+
+
+def test_both_ways_to_find_the_first_of_the_largest():
+    torch.manual_seed(0)
+    scores = torch.randint(0, 5, (64, 33)).float()
+    on_device = torch.where(scores == scores.amax(-1, keepdim=True), torch.arange(33), 33).amin(-1)
+    assert torch.equal(first_largest(scores), on_device)
+
+
+def some_books(heads=2, dim=16, width=8, count=1024, stages=1, seed=0) -> Books:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-LIMIT, LIMIT, (heads, dim // width, stages, count, width), generator=generator).to(torch.int16)
+    if stages == 2:
+        words[:, :, 1] = words[:, :, 1] // 8
+    channels = torch.stack([torch.randperm(dim, generator=generator) for _ in range(heads)])
+    center, weight = torch.randn(heads, dim, generator=generator), torch.rand(heads, dim, generator=generator) + 0.5
+    return Books(words, torch.full((heads, dim // width), 0.01), channels, center, weight)
+
+
+@pytest.mark.parametrize(("width", "count", "stages", "bits"), [(8, 1024, 1, 10), (1, 2, 1, 1), (4, 16, 2, 4)])
+def test_codes_and_words(width, count, stages, bits):
+    """Each bit of each index where the layout says, and a vector that is a word comes back as that word."""
+    books = some_books(width=width, count=count, stages=stages)
+    torch.manual_seed(1)
+    index = torch.randint(0, count, (3, 2, 16 // width, stages, 24))
+    planes = torch.zeros(3, 2, 16 // width, stages, bits, 3, dtype=torch.uint8)
+    for bit in range(bits):
+        for token in range(24):
+            planes[..., bit, token // 8] |= ((index[..., token] >> bit & 1) << (token % 8)).to(torch.uint8)
+    x = books.decode(planes)
+    assert x.shape == (3, 2, 24, 16)
+    for page, head, token in ((0, 0, 0), (2, 1, 23), (1, 0, 8)):
+        for group in range(16 // width):
+            chosen = index[page, head, group, :, token]
+            word = sum(books.words[head, group, stage, chosen[stage]].float() for stage in range(stages))
+            for place in range(width):
+                channel = int(books.channels[head, group * width + place])
+                wanted = word[place] * 0.01 / books.weight[head, 0, channel] + books.center[head, 0, channel]
+                assert x[page, head, token, channel] == pytest.approx(float(wanted), rel=1e-5, abs=1e-6)
+    if stages == 1:
+        assert torch.equal(books.encode(x), planes)
+
+
+def test_a_second_stage_codes_what_the_first_leaves():
+    books = some_books(width=4, count=16, stages=2)
+    torch.manual_seed(2)
+    x = torch.randn(2, 2, 64, 16) * 4
+    codes = books.encode(x)
+    placed = ((x - books.center) * books.weight).gather(-1, books.channels[:, None].expand(x.shape))
+    whole = books.integers(placed.unflatten(-1, (4, 4)).transpose(-2, -3))
+    first, words = by_definition(whole, books.words[:, :, 0]), books.words[:, :, 0].float()
+    left = whole - torch.stack([torch.stack([words[h, g][first[:, h, g]] for g in range(4)], 1) for h in range(2)], 1)
+    second = by_definition(left, books.words[:, :, 1])
+    for stage, index in enumerate((first, second)):
+        for bit in range(4):
+            plane = codes[..., stage, bit, :]
+            assert torch.equal(plane >> 0 & 1, (index[..., ::8] >> bit & 1).to(torch.uint8))
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_a_file_says_what_it_is(tmp_path):
+    path = calibrations.make(tmp_path, heads=2, dim=16)
+    origin = read_origin(path)
+    assert (origin.codec, origin.form, origin.layers, origin.kv_heads, origin.head_dim) == ("tailored", "weighted", 1, 2, 16)
+    tensors = codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
+    assert tensors["K.words"].shape == (1, 2, 2, 1, 1024, 8) and tensors["K.weighted"].shape == (1, 2)
+    assert tensors["K.channels"].sort(-1).values.tolist() == [[list(range(16))] * 2]
+
+
+def test_a_changed_file_is_refused(tmp_path):
+    path = calibrations.make(tmp_path, heads=1, dim=16)
+    tensors, origin = load_file(path), read_origin(path)
+    tensors["V.unit"] = tensors["V.unit"] * 2
+    header = json.dumps(origin.__dict__)
+    save_file(tensors, path, {KEY: header})
+    with pytest.raises(ValueError, match=r"calibration '.*': was changed after it was written; calibrate again"):
+        codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
+
+
+def test_what_is_no_calibration_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\); make it with bitkv calibrate"):
+        read_origin(str(path))
+    for content in (b"", b"hello, this is text", (1 << 60).to_bytes(8, "little"), b"\x02\0\0\0\0\0\0\0{}"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a calibration file; make one with bitkv calibrate"):
+            read_origin(str(path))
+    save_file({"x": torch.zeros(1)}, path, {KEY: json.dumps({"version": 99})})
+    with pytest.raises(ValueError, match="is of version 99, this program reads 1; calibrate again"):
+        read_origin(str(path))
