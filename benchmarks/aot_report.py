@@ -191,7 +191,7 @@ def programs_of(kernel: str, arch: str, shape: Shape) -> int:
 
 
 def row_of(code: Code, kernel: str, shape: Shape) -> dict:
-    body = code.main_loop() or code.instructions
+    body = (kernel != "refine" and code.main_loop()) or code.instructions  # `refine` is a program without a loop of its own
     elements = elements_of(kernel, shape)
     per_element = code.threads * len(body) * programs_of(kernel, code.arch, shape) / elements if elements else None
     widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [
