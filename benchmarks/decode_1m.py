@@ -75,8 +75,8 @@ def parse() -> argparse.Namespace:
 def measure(args: argparse.Namespace, config: CacheConfig, rate_gb_s: float) -> dict[str, Any]:
     """Everything about one cache."""
     layers = args.layers or layers_that_fit(args, config)
-    model = random_model(shape_of(args, layers), args.tokens + 2 * GROWTH_GRANULES * GRANULE_TOKENS)
     mesh = world_of_one(args.threads)
+    model = random_model(shape_of(args, layers), args.tokens + 2 * GROWTH_GRANULES * GRANULE_TOKENS, mesh)
     error = check(model, config, mesh)
     before = resident_bytes()
     new_tokens = WARM_STEPS + args.new_tokens + args.appends

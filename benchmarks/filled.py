@@ -35,7 +35,7 @@ class Shape:
     vocabulary: int = 4096
 
 
-def random_model(shape: Shape, positions: int) -> ServedModel:
+def random_model(shape: Shape, positions: int, mesh: Mesh) -> ServedModel:
     """Bfloat16 weights, as a checkpoint has them, computed with in float32; float32 where there are no compiled kernels."""
     attention.register()
     config = LlamaConfig(
@@ -64,7 +64,7 @@ def random_model(shape: Shape, positions: int) -> ServedModel:
         name="random", config=module.config, module=module, tokenizer=None, generation_config=module.generation_config,
         dtype=torch.float32, device=CPU, fingerprint=0, layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads,
         head_dim=shape.head_dim, local_heads=shape.heads, local_kv_heads=shape.kv_heads, first_kv_head=0,
-        max_positions=positions, decoder=Decoder(module, shape.head_dim) if compiled else None,
+        max_positions=positions, split=mesh.split, decoder=Decoder(module, shape.head_dim) if compiled else None,
     )  # fmt: skip
 
 

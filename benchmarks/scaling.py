@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> None:
     """One rank's part of all jobs; rank 0 writes what they took."""
     torch.set_num_threads(1)
     mesh = meshes.start(ParallelConfig(device="cpu"))
-    model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64)
+    model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64, mesh)
     rows = []
     for tokens, batch in jobs(args.tokens):
         new_tokens = WARM_STEPS + args.steps

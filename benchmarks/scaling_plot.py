@@ -23,7 +23,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path, simulated: str, mea
             axis, rows = axes[line][column], shown(found[source], kind)
             bars(axis, rows, source == "simulated", "batch" if kind == "batch" else "ranks")
             axis.set_title(f"{source.upper()}: {kind}, {about(rows, kind)}", fontsize=9)
-            split = " (left bars: the sequence split, right bars: heads too; x: does not fit)" if line else ""
+            split = "; left: sequence split, right: heads too; x: does not fit" if line else ""
             axis.set_xlabel(unit + split, fontsize=8)
             axis.set_ylabel("ms per step", fontsize=8)
     axes[0][0].legend(fontsize=8)

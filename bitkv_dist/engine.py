@@ -14,6 +14,7 @@ from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest, placement
 from bitkv_dist.parallel.exchange import Exchange, combine
@@ -68,7 +69,7 @@ class Engine:
         make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
-            self.recorder.check(model.device, mesh.world.size)
+            self.recorder.check(model.device, mesh.world.backend, mesh.split.parts)
         self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
         self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
@@ -212,8 +213,9 @@ class Engine:
         model = self.model
         context = min(max(lengths) + self.config.max_new_tokens, model.max_positions)
         shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
-        return Job(shape, self.cache_config, context, len(lengths), model.dtype, prefill, self.config.chunk,
-                   self.config.prefill_memory_gb, layout=self.mesh.split.layout)  # fmt: skip
+        kept = {"prefill_memory_gb": self.config.prefill_memory_gb, "layout": self.mesh.split.layout}
+        kept["compiled"] = dispatch.backend(model.device)[0] != dispatch.REFERENCE
+        return Job(shape, self.cache_config, context, len(lengths), model.dtype, prefill, self.config.chunk, **kept)
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""

@@ -304,7 +304,8 @@ class PackedLayer:
         parts = [compute(*block) for block in state.granules(self.granules_at_once(heads, cost), end)]
         if not parts:
             return empty((shard.nodes, *heads), shape[3], state.exact.device)
-        part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        part = parts[0] if len(parts) == 1 else Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        del parts  # the tree's lanes take as much again
         index = torch.tensor(state.sealed.granules[: len(part.m)], device=part.m.device)
         width = lane_width(-(-state.sealed_end // GRANULE_TOKENS), shard.nodes)
         return tree(part, index, width, shard.nodes)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-_SIGNS = ("can't allocate memory", "out of memory", "bad_alloc", "cannot allocate memory")
+# How torch's allocator for CPUs begins. Words inside a message would also catch one that reports another rank's shortage.
+_CPU_ALLOCATOR = re.compile(r"(\[enforce fail at alloc_cpu|DefaultCPUAllocator|std::bad_alloc)")
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -35,8 +36,7 @@ def needing(tensor: str) -> Iterator[None]:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an allocator raised it. On a CPU torch raises a plain RuntimeError."""
-    said = str(error).lower()
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in said for sign in _SIGNS)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_ALLOCATOR.match(str(error)) is not None
 
 
 def asked_bytes(error: BaseException) -> int | None:

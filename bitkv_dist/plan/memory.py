@@ -12,9 +12,11 @@ import torch
 
 from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
+from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.parallel import placement
+from bitkv_dist.partial import lane_width
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
@@ -52,10 +54,16 @@ class Job:
     prefill_memory_gb: float | None = None  # what the keys and values of one layer may take in an exact prefill
     page: PageBytes | None = field(default=None)  # None = as `config` stores it
     layout: str = "replicated"
+    compiled: bool = True  # whether the device has kernels; plain torch still does what they do not serve
 
     def split(self, tp: int, sp: int) -> Split:
         """What the fullest rank of a grid has of the model."""
         return Split(tp, sp, layout=self.layout)
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain torch attends to sealed pages."""
+        return not self.compiled or self.config.codec != "planes" or unserved_rule(self.config) is not None
 
     @cached_property
     def page_bytes(self) -> PageBytes:
@@ -168,7 +176,7 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     shape, element = job.shape, job.dtype.itemsize
     logits = job.batch * shape.vocabulary * (element + FLOAT32_BYTES)
     if job.prefill == "packed":
-        return max(packed_workspace(job, tp), logits)
+        return max(packed_workspace(job, tp, sp), logits)
     hidden = prompt_tokens * shape.hidden * element
     return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
 
@@ -195,18 +203,19 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
     return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row + gathered) + SPARE_WORKSPACE_BYTES
 
 
-def packed_workspace(job: Job, tp: int) -> int:
-    """Temporaries of a chunk in a decoder layer, and of its attention to sealed and to exact tokens. An upper estimate: plain
-    torch holds scores, compiled kernels do not."""
-    shape, split = job.shape, job.split(tp, 1)
+def packed_workspace(job: Job, tp: int, sp: int) -> int:
+    """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
+    of this rank's granules are joined, and then merged into lanes. Plain torch also holds scores, compiled kernels do not."""
+    shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
-    per_query = -(-job.context // GRANULE_TOKENS) * heads * (shape.head_dim + 2)
-    partials = max(per_query, min(PARTIALS_AT_ONCE, job.chunk * per_query))
-    scores = min(SCORES_AT_ONCE, job.chunk * heads * job.context)
+    granules = -(-sealed_end(job.config, job.context) // GRANULE_TOKENS) or 1
+    queries = min(job.chunk, max(1, PARTIALS_AT_ONCE // (granules * heads * shape.head_dim)))
+    own, lanes = -(-granules // sp), lane_width(granules, placement.residue_count(sp))
+    partials = (own + max(own, lanes)) * queries * heads * (shape.head_dim + 2)
+    scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
-    attention = FLOAT32_BYTES * (2 * partials + 4 * scores + dense)
-    return job.chunk * layer_row_bytes(job, tp) + attention + SPARE_WORKSPACE_BYTES
+    return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + SPARE_WORKSPACE_BYTES
 
 
 def layer_row_bytes(job: Job, tp: int) -> int:
