@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
 from bitkv_dist.codec.planes import PlanesCodec  # noqa: E402
 from bitkv_dist.config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
-from bitkv_dist.kernels import dispatch, reference  # noqa: E402
+from bitkv_dist.kernels import dispatch, prefill, reference  # noqa: E402
 from bitkv_dist.partial import Partial, fill_lanes, merge, reduce_lanes, tree  # noqa: E402
 from bitkv_dist.rotation import layer_signs  # noqa: E402
 
@@ -180,6 +180,32 @@ def check_ends(dim: int) -> bool:
     return codes and error < 1e-5
 
 
+def check_prompt(dim: int) -> bool:
+    """Causal attention of a prompt's chunks by torch's fused kernels, in the types of models: values, and that nothing of the
+    size of chunk x tokens lies in memory."""
+    good, group = True, DIMS[dim]
+    shapes = ((1, 9), (64, 64), (40, 129)) if ARGS.dry_run else ((1, 513), (512, 512), (129, 2048), (512, 8192))
+    for dtype, bound in ((torch.float32, 1e-4), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
+        worst, peak_bytes = 0.0, None
+        for chunk, tokens in shapes:
+            q = torch.randn(KV_HEADS, group, chunk, dim, device=DEVICE).to(dtype)
+            k, v = (torch.randn(KV_HEADS, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
+            mine = prefill.masked_sdpa(q, k, v, dim**-0.5)
+            if DEVICE.type == "cuda":
+                peak_bytes = torch.cuda.max_memory_allocated() - held  # of the last shape, the largest
+            worst = max(worst, relative(mine.float(), prefill.dense(q.float(), k.float(), v.float(), dim**-0.5)))
+        scores_bytes = KV_HEADS * group * chunk * tokens * q.element_size()
+        # In fp32 the keys are repeated for every query head, in half precision nothing is.
+        lean = peak_bytes is None or dtype == torch.float32 or peak_bytes < scores_bytes / 2
+        gpu_device.emit("correctness", kernel="prompt", dim=dim, group=group, type=str(dtype), error=worst,
+                        peak_bytes=peak_bytes, scores_bytes=scores_bytes, ok=worst < bound and lean)  # fmt: skip
+        good = good and worst < bound and lean
+    return good
+
+
 def each_dim() -> bool:
     """A process for each head dim; what they print is passed on when they end."""
     flags = ["--dry-run"] if ARGS.dry_run else []
@@ -193,7 +219,7 @@ def each_dim() -> bool:
 def one_dim(dim: int) -> bool:
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.inference_mode(), gpu_device.kernels_of(ARGS.dry_run):
-        return all([check(dim) for check in (check_encode, check_attend, check_tree, check_exact, check_ends)])
+        return all([check(dim) for check in (check_encode, check_attend, check_tree, check_exact, check_ends, check_prompt)])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ CACHES = {
 class Rerun(CudaGraphs):
     """What stands for a graph in a dry run: the step's own Python, run again."""
 
-    def check(self, device: torch.device, ranks: int) -> None:
+    def check(self, device: torch.device, backend: str, sharers: int) -> None:
         pass
 
     def record(self, run):

@@ -284,7 +284,7 @@ class GenerateConfig:
     chat: bool | None = None  # None = the model's chat template in interactive runs, plain continuation otherwise
     stream: bool = True
     digest: bool = False  # digest of the sealed bytes in the report
-    graph: bool = False  # decode steps replay a CUDA graph; one rank with a GPU
+    graph: bool = False  # decode steps replay a CUDA graph; GPUs, tp 1
     save_cache: str | None = None  # folder for a snapshot of the cache
     save_cache_at: str = "prefill"  # prefill: before the first token, to replay the run | end: after the last, to go on
     load_cache: str | None = None  # folder of a snapshot that the prompts begin with; without prompts it goes on

@@ -69,7 +69,7 @@ class Engine:
         make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
-            self.recorder.check(model.device, mesh.world.size)
+            self.recorder.check(model.device, mesh.world.backend, mesh.split.parts)
         self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
         self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None

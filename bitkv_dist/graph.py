@@ -15,23 +15,28 @@ Run = Callable[[], torch.Tensor]
 
 
 class Recorder(Protocol):
-    def check(self, device: torch.device, ranks: int) -> None:
-        """ValueError where a step cannot be recorded."""
+    def check(self, device: torch.device, backend: str, sharers: int) -> None:
+        """ValueError where a step cannot be recorded; backend: that of the ranks' collectives; sharers: ranks that share the
+        weights."""
 
     def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         """`run` without running it: (replay, the tensor that each replay fills). What it reads must stay where it is."""
 
 
 class CudaGraphs:
-    def check(self, device: torch.device, ranks: int) -> None:
+    def check(self, device: torch.device, backend: str, sharers: int) -> None:
         if device.type != "cuda":
             raise ValueError(f"generate.graph true: graphs need a GPU, and this rank runs on {device.type}; leave it false")
-        if ranks > 1:
-            raise ValueError(f"generate.graph true: a step with the exchange of {ranks} ranks is not recorded; leave it false")
+        if backend not in ("none", "nccl"):
+            raise ValueError(f"generate.graph true: exchanges of {backend} cannot be recorded, nccl's can; leave it false")
+        if sharers > 1:
+            remedy = "use tp 1 and layout replicated"
+            raise ValueError(f"generate.graph true: a step of {sharers} ranks that share weights is not recorded; {remedy}")
 
     def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads may ask the device something meanwhile: nccl's looks after its collectives.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = run()
         return graph.replay, output
 

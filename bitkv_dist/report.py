@@ -44,9 +44,11 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
 
 def exchange_report(engine: Engine) -> dict:
     """The layout of the weights, how attention is exchanged over the SP ranks, and the bytes that a rank receives through it
-    per layer, mean over decode steps (all sequences of the batch together); None before a step."""
+    per layer, mean over decode steps (all sequences of the batch together); None before a step, and of recorded steps, which
+    are not counted."""
     mesh = engine.mesh
-    received = ratio(engine.exchanged_bytes, engine.exchanged_steps * engine.model.layers)
+    steps = 0 if engine.config.graph else engine.exchanged_steps
+    received = ratio(engine.exchanged_bytes, steps * engine.model.layers)
     return {"layout": mesh.split.layout, "kind": mesh.exchange, "bytes_per_layer": received}
 
 

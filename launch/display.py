@@ -116,10 +116,11 @@ def exchange_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if world["size"] == 1:
         return []
     received = exchange["bytes_per_layer"]
-    shown = "" if received is None else f", {received:,.0f} bytes received per layer and step"
+    kind = exchange["kind"] if world["sp"] > 1 else "none, one sequence rank"
+    shown = f", {received:,.0f} bytes received per layer and step" if received else ""
     copies = f"; each KV head is kept by {report['kv']['copies']} TP ranks" if report["kv"]["copies"] > 1 else ""
     return [
-        ("exchange", f"{exchange['kind']}, layout {exchange['layout']}{shown}{copies}"),
+        ("exchange", f"{kind}{shown}; layout {exchange['layout']}{copies}"),
         ("one answer", f"at another sp {promise['other_sp']}; at another tp or layout {promise['other_tp_or_layout']}"),
     ]
 

@@ -51,7 +51,7 @@ class TapeRecorder:
     def __init__(self) -> None:
         self.recorded = self.steps = 0
 
-    def check(self, device: torch.device, ranks: int) -> None:
+    def check(self, device: torch.device, backend: str, sharers: int) -> None:
         pass
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:

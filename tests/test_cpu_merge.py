@@ -9,6 +9,7 @@ from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
 
 from bitkv_dist import partial
 from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import Partial
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.reason())
@@ -89,6 +90,32 @@ def test_attend_exact_over_heads_70_000_rows_apart():
     assert equal(cpu.attend_exact(q, rows), cpu.attend_exact(q, rows.contiguous()))
 
 
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 90])
+def test_see_gives_the_bits_of_attend_and_tree(count, threads):
+    """A decode step merges the partials of granules where they arise; granules of a rank among others, in two slabs."""
+    torch.manual_seed(count)
+    pages = Pages(16, 64, (4, 1), (4, 1))
+    records, valid = pages.random(max(count, 1))[:count], torch.ones(count, 8, dtype=torch.bool)
+    valid[-1:, 3:] = False
+    q, refinement, index = queries(16, 1, 3), cpu.Refinement(1, 1, 1, 0.05, *pages.noise()), 1 + 3 * torch.arange(count)
+    found = cpu.attend(pages.layout, cpu.quantize_query(q, signs("K", 16)), records, valid, refinement)
+    exact = torch.randn(2, KV_HEADS, 5, 16)
+    slabs = [records[: count // 3].clone(), records[count // 3 :].clone()]
+    for nodes, number in ((1, 1), (1, 2), (8, 1), (8, 3)):
+        torch.set_num_threads(number)
+        view = View([len(slab) for slab in slabs], index.tolist(), valid, 256, nodes, (KV_HEADS, 3, 16))
+        alone, mine, refined = view.see(pages.layout, refinement, signs("K", 16), q, exact, slabs)
+        assert equal(mine, cpu.tree(*found[:3], index, 256, nodes)) and refined == found[3]
+        assert equal(alone, cpu.attend_exact(q, exact))
+
+
 def step(threads: int) -> list[torch.Tensor]:
     """One call of each threaded kernel."""
     torch.set_num_threads(threads)
@@ -100,13 +127,6 @@ def step(threads: int) -> list[torch.Tensor]:
     query, refinement = cpu.quantize_query(q, signs("K", 80)), cpu.Refinement(1, 1, 1, 0.05, *pages.noise())
     m, l, o, refined = cpu.attend(pages.layout, query, records, torch.ones(5, 8, dtype=torch.bool), refinement)
     return [records, m, l, o, torch.tensor(refined), *cpu.attend_exact(q, torch.stack((k[0], v[0])))]
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(threads):

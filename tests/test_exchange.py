@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.exchange import combine, combine_heads, combine_sums, in_tree_order
 from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, root
@@ -18,11 +19,11 @@ def random_nodes(count: int, rows: tuple[int, ...], seed: int) -> Partial:
     return Partial(torch.randn(count, *rows) * 5, torch.rand(count, *rows) + 1, torch.randn(count, *rows, DIM))
 
 
-def only(nodes: Partial, own: list[int]) -> Partial:
+def only(nodes: Partial, own: range) -> Partial:
     """The rank's own nodes; the others hold NaN, which must never reach anyone."""
     kept = Partial(*(torch.full_like(part, math.nan) for part in nodes))
     for part, whole in zip(kept, nodes, strict=True):
-        part[own] = whole[own]
+        part[list(own)] = whole[list(own)]
     return kept
 
 
@@ -142,3 +143,22 @@ def test_all_reduce_is_the_root_up_to_rounding(ranks):
     torch.testing.assert_close(found.log_sum_exp(), whole.log_sum_exp(), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.normalised(), whole.normalised(), atol=1e-5, rtol=0)
     assert torch.isneginf(found.m[0, 0, 1])
+
+
+def test_an_exchange_can_be_part_of_a_recorded_step():
+    """Nothing in it comes from the host; replayed on what other ranks send, it gives the root of that."""
+    pytest.importorskip("triton")
+    from tape import TapeRecorder
+
+    ranks, sequences, sent = 3, [0, 2], []
+    nodes = [random_nodes(residue_count(ranks), (2, 1, 3), sequence) for sequence in sequences]
+    for rank in range(ranks):
+        combine(nodes, sequences, rank, ranks, lambda t: sent.append(t) or t.expand(ranks, *t.shape))
+    received = torch.zeros(ranks, *sent[0].shape)
+    with dispatch.forced("triton"):
+        replay, output = TapeRecorder().record(
+            lambda: torch.stack([part.o for part in combine(nodes, sequences, 1, ranks, lambda t: received)])
+        )
+        received.copy_(torch.stack(sent))
+        replay()
+        assert torch.equal(output, torch.stack([root(node).o for node in nodes]))

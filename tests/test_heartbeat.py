@@ -38,11 +38,14 @@ def test_everybody_gets_the_list():
 
 
 def test_a_rank_of_another_grid_is_named():
-    wanted = (
-        "rank 2 (host b): tp 3 x sp 1 in a world of 3 over gloo, but rank 0 (host a): tp 1 x sp 3 in a world of 3 over gloo; "
-        "start all ranks with the same command line"
-    )
-    assert called([*ROLL[:2], replace(ROLL[2], tp=3, sp=1)]) == [wanted] * 3
+    common = "in a world of 3 over gloo, layout"
+    for other, said in (
+        ({"tp": 3, "sp": 1}, f"tp 3 x sp 1 {common} replicated, exchange auto"),
+        ({"layout": "helix"}, f"tp 1 x sp 3 {common} helix, exchange auto"),
+        ({"exchange": "allreduce"}, f"tp 1 x sp 3 {common} replicated, exchange allreduce"),
+    ):
+        first = f"rank 0 (host a): tp 1 x sp 3 {common} replicated, exchange auto; start all ranks with the same command line"
+        assert called([*ROLL[:2], replace(ROLL[2], **other)]) == [f"rank 2 (host b): {said}, but {first}"] * 3
 
 
 def test_missing_ranks_are_named():

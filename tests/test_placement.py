@@ -29,7 +29,7 @@ def test_every_granule_has_one_owner(ranks, sequence):
     for granule in (*range(40), 255, 256, 257, 2047, 2**31):
         assert granule % residue_count(ranks) in shares[owner(granule, sequence, ranks)]
     assert max(map(len, shares)) == slots(ranks) <= 8
-    assert all(share == sorted(share) for share in shares)
+    assert all(list(share) == sorted(share) for share in shares)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -131,7 +131,7 @@ class Recorder:
     def rotary(self, hidden, positions):
         return positions
 
-    def layer(self, index, hidden, positions, rotary, cache):
+    def layer(self, index, hidden, positions, rotary, cache, round_rows):
         assert cache is self and isinstance(self.step, Step)
         self.calls.append((self.step.sequences, positions[0].tolist(), hidden[0, :, 0].tolist()))
         return hidden

@@ -129,7 +129,12 @@ def test_what_the_kernels_do_not_serve_is_left_to_the_reference_by_name(llama):
         alone("triton", llama, {"key_bits": 8, "value_bits": 8}, [tiny.prompt(9)], graph=True)
 
 
-def test_graphs_need_a_gpu_and_one_rank():
-    for device, ranks, what in (("cpu", 1, "graphs need a GPU"), ("cuda", 2, "the exchange of 2 ranks")):
+def test_graphs_need_a_gpu_and_exchanges_that_can_be_recorded():
+    for device, backend, sharers, what in (
+        ("cpu", "none", 1, "graphs need a GPU"),
+        ("cuda", "gloo", 1, "exchanges of gloo cannot be recorded"),
+        ("cuda", "nccl", 2, "a step of 2 ranks that share weights"),
+    ):
         with pytest.raises(ValueError, match=what):
-            CudaGraphs().check(torch.device(device), ranks)
+            CudaGraphs().check(torch.device(device), backend, sharers)
+    CudaGraphs().check(torch.device("cuda"), "nccl", 1)

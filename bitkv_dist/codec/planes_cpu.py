@@ -55,7 +55,11 @@ class PlanesCodecCpu(PlanesCodec):
         if self.unserved:
             return super().attend(query, records, page_valid, choice, granules)
         *part, refined = self.kernels.attend(self.native_layout, query, records, page_valid, self.refinement)
-        return Partial(*part), self.count_reads(int(page_valid.sum()), query.codes.shape[1], refined)
+        return Partial(*part), self.count_reads(self.valid_pages(page_valid), query.codes.shape[1], refined)
+
+    def valid_pages(self, page_valid: torch.Tensor) -> int | torch.Tensor:
+        """How many they are, as `count_reads` takes it."""
+        return int(page_valid.sum())
 
     def finish(self, partial: Partial) -> Partial:
         return partial._replace(o=self.kernels.rotate_back(partial.o, self.signs["V"]))

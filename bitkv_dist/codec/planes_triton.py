@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from bitkv_dist.codec.interface import HeadShape, ReadCount
+from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.planes_cpu import PlanesCodecCpu, unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.kernels import reference, triton
+from bitkv_dist.kernels import triton
 from bitkv_dist.partial import Partial
 
 MOST_PLANES = 4  # scanned, and below the scanned ones
@@ -34,19 +34,9 @@ class PlanesCodecTriton(PlanesCodecCpu):
             self.native_layout = triton.Layout(**plain(self.native_layout))
             self.refinement = triton.Refinement(**plain(self.refinement))
 
-    def attend(
-        self,
-        query: triton.Query | reference.Query,
-        records: torch.Tensor,
-        page_valid: torch.Tensor,
-        choice: reference.Selection | None = None,
-        granules: torch.Tensor | None = None,
-    ) -> tuple[Partial, ReadCount]:
+    def valid_pages(self, page_valid: torch.Tensor) -> torch.Tensor:
         """Counts stay on the device: nobody waits for them here."""
-        if self.unserved:
-            return super().attend(query, records, page_valid, choice, granules)
-        *part, refined = triton.attend(self.native_layout, query, records, page_valid, self.refinement)
-        return Partial(*part), self.count_reads(page_valid.sum(), query.codes.shape[-3], refined)
+        return page_valid.sum()
 
     def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> triton.Table:
         return triton.Table(base, offsets, bounds)

@@ -114,12 +114,17 @@ def combine_sums(
     return [Partial(*parts) for parts in zip(top, sums[..., 0], sums[..., 1:], strict=True)]
 
 
-def only(nodes: Partial, own: list[int]) -> Partial:
+def only(nodes: Partial, own: range) -> Partial:
     """The nodes of these residues; the others, which may hold anything, are empty."""
     kept = empty(nodes.m.shape, nodes.o.shape[-1], nodes.m.device)
     for part, node in zip(kept, nodes, strict=True):
-        part[own] = node[own]
+        part[as_slice(own)] = node[as_slice(own)]
     return kept
+
+
+def as_slice(own: range) -> slice:
+    """To index with: a list of numbers from the host could not be part of a recorded step."""
+    return slice(own.start, own.stop, own.step)
 
 
 def packed(nodes: list[Partial], sequences: list[int], rank: int, ranks: int) -> Tensor:
@@ -128,14 +133,13 @@ def packed(nodes: list[Partial], sequences: list[int], rank: int, ranks: int) ->
     sent = []
     for node, sequence in zip(nodes, sequences, strict=True):
         own = residues(rank, sequence, ranks)
-        m, l, o = (torch.cat((part[own], fill[len(own) :])) for part, fill in zip(node, blank, strict=True))
+        mine = as_slice(own)
+        m, l, o = (torch.cat((part[mine], fill[len(own) :])) for part, fill in zip(node, blank, strict=True))
         sent.append(torch.cat((m.unsqueeze(-1), l.unsqueeze(-1), o), dim=-1))
     return torch.stack(sent)
 
 
 def in_tree_order(gathered: Tensor, sequence: int, ranks: int) -> Partial:
     """[ranks, slots, ..., 2 + D] of one sequence -> its V tree nodes, Partial [V, ...]."""
-    place = {u: (rank, slot) for rank in range(ranks) for slot, u in enumerate(residues(rank, sequence, ranks))}
-    source = [place[u] for u in range(residue_count(ranks))]
-    rows = gathered[[rank for rank, _ in source], [slot for _, slot in source]]
+    rows = gathered.roll(-sequence, 0).transpose(0, 1).flatten(0, 1)[: residue_count(ranks)]  # slot by slot, residue 0 first
     return Partial(rows[..., 0], rows[..., 1], rows[..., PACKED:])

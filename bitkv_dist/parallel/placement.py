@@ -29,9 +29,9 @@ def owned_granules(granules: int, sequence: int, ranks: int) -> list[int]:
     return found
 
 
-def residues(rank: int, sequence: int, ranks: int) -> list[int]:
-    """The residues that `rank` computes for a sequence, ascending."""
-    return [u for u in range(residue_count(ranks)) if (u + sequence) % ranks == rank]
+def residues(rank: int, sequence: int, ranks: int) -> range:
+    """The residues that `rank` computes for a sequence."""
+    return range((rank - sequence) % ranks, residue_count(ranks), ranks)
 
 
 def slots(ranks: int) -> int:

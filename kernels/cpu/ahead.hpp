@@ -21,11 +21,16 @@ public:
         if (record_) enter();
     }
 
+    // Makes room for `parts` more of what is added, of up to `bytes` bytes each.
+    void expect(int64_t parts, int64_t bytes) {
+        const size_t most = count_ + size_t(parts * (bytes / LINE_BYTES + 2));
+        if (lines_.size() < most) lines_.resize(most);
+    }
+
     // Some bytes anywhere.
     void add(const uint8_t* from, int64_t bytes) {
-        const uint8_t* last = from + bytes - 1;
-        for (; from < last; from += LINE_BYTES) lines_.push_back(from);
-        lines_.push_back(last);
+        const uintptr_t last = uintptr_t(from + bytes - 1) / LINE_BYTES;
+        for (uintptr_t line = uintptr_t(from) / LINE_BYTES; line <= last; ++line) lines_[count_++] = reinterpret_cast<const uint8_t*>(line * LINE_BYTES);
     }
 
     // Where the next `lines` lines of the scan lie, for a loop that has no room for a call to ask for them itself. They may reach beyond a
@@ -38,16 +43,21 @@ public:
         return from;
     }
 
+    // Asks for the next `lines` lines of the scan.
+    void walk(int64_t lines) {
+        for (; lines && record_; --lines) __builtin_prefetch(take(1), 0, 2);
+    }
+
     // Asks for some of the lines that were added.
     void step(size_t lines) {
-        for (; lines && next_ < lines_.size(); --lines, ++next_) __builtin_prefetch(lines_[next_], 0, 2);
+        for (const size_t last = count_ - next_ < lines ? count_ : next_ + lines; next_ < last; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
     }
 
     // Asks for what is left of both.
     void finish() {
         while (record_) __builtin_prefetch(take(1), 0, 2);
-        step(lines_.size());
-        lines_.clear(), next_ = 0;
+        step(count_);
+        count_ = next_ = 0;
     }
 
 private:
@@ -74,7 +84,7 @@ private:
     int part_ = 0;
     const uint8_t *record_ = nullptr, *at_ = nullptr, *end_ = nullptr;
     std::vector<const uint8_t*> lines_;
-    size_t next_ = 0;
+    size_t next_ = 0, count_ = 0;
 };
 
 }  // namespace

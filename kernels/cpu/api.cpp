@@ -10,6 +10,7 @@
 
 #include "interface.hpp"
 #include "pool.hpp"
+#include "room.hpp"
 
 using namespace bitkv;
 
@@ -187,8 +188,8 @@ int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* se
                   float* exact_m, float* exact_l, float* exact_o, float* node_m, float* node_l, float* node_o, int64_t threads) {
     const int64_t heads = layout->kv_heads, dim = layout->dim, rows = heads * group, page_stride = heads * layout->record_bytes;
     bitkv_attend_exact(heads, group, dim, q, seen->k, seen->v, seen->rows, seen->head_stride, exact_m, exact_l, exact_o, threads);
-    std::vector<int8_t> codes(rows * dim);
-    std::vector<float> scale(rows), norm2(rows), rotated(rows * dim);
+    Room<int8_t> codes(rows * dim);
+    Room<float> scale(rows), norm2(rows), rotated(rows * dim);
     bitkv_quantize_query(heads, group, dim, q, signs, codes.data(), scale.data(), norm2.data(), rotated.data());
     const Queries queries = {1, group, codes.data(), scale.data(), norm2.data(), rotated.data()};
     std::vector<Granule> granules;
@@ -204,13 +205,13 @@ int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* se
     std::atomic<int64_t> refined{0};
     Pool::instance().run(nodes * parts, threads, [&](int64_t task) {
         thread_local std::vector<Granule> own;
-        thread_local std::vector<float> room[2];
+        thread_local Room<float> work[2];
         const int64_t node = task / parts, head = task % parts, here = some * group, lanes = seen->width / nodes;
         const int64_t sizes[2] = {int64_t(members[node].size()) * here, lanes * here};
         PartialOut part[2];
         for (int i = 0; i < 2; ++i) {
-            if (int64_t(room[i].size()) < sizes[i] * (dim + 2)) room[i].resize(sizes[i] * (dim + 2));
-            part[i] = {room[i].data(), room[i].data() + sizes[i], room[i].data() + 2 * sizes[i]};
+            float* o = room(work[i], sizes[i] * (dim + 2));
+            part[i] = {o + sizes[i] * dim, o + sizes[i] * (dim + 1), o};
         }
         own.clear();
         for (int64_t g : members[node]) own.push_back(granules[g]);

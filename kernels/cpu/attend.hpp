@@ -38,17 +38,21 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
     const int64_t P = l.tokens, D = l.dim, pages = u.pages();
     int32_t* levels = room(u.levels, u.rows * P);
     int8_t* integers = room(s.integers, u.rows * P);
+    float* rows = room(s.rows, FEW * P);
     for (int64_t page = 0; page < pages; ++page) {
         scan_page(l, keys, u, page, levels, P, s, ahead);
         u.load(l, VALUES, page);
-        for (int64_t r = 0; r < u.rows; ++r) {
-            const Factors f = factors(l, q, noise_factor, u, page, r, s);
-            Sixteen x[V];
-            score_row<V>(levels + r * P, f.scale, &u.scale[KEYS][page * P], f.noise, s.squares.data(), x);
-            const float most = largest_of<V>(x);
-            u.shift[r * pages + page] = most + f.base;
-            u.mass[r * pages + page] = soften_row<V>(x, most);
-            u.size[r * pages + page] = weigh_row<V>(x, &u.scale[VALUES][page * P], integers + r * P) * level_unit(l.scan_bits[VALUES]);
+        const float *a = &u.scale[KEYS][page * P], *b = &u.scale[VALUES][page * P];
+        for (int64_t first = 0; first < u.rows; first += FEW) {
+            const int64_t some = std::min(FEW, u.rows - first);
+            const Factors f = factors(l, q, noise_factor, u, page, first, some, s);
+            const Each most = score_rows<V>(some, levels + first * P, P, f.scale, a, f.noise, s.squares.data(), f.base, rows, P);
+            const Weighed found = weigh_rows<V, true, true>(some, rows, P, most, b, rows, P);
+            const Each size = quantize_rows<V>(some, rows, P, found.most, integers + first * P);
+            for (int64_t r = 0; r < some; ++r) {
+                const int64_t at = (first + r) * pages + page;
+                u.shift[at] = most.row[r], u.mass[at] = found.sum.row[r], u.size[at] = size.row[r] * level_unit(l.scan_bits[VALUES]);
+            }
         }
         s.weights.set(l.scan_bits[VALUES], P / 4, integers, P, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], D / 8, &u.sums[page * u.rows * D], D, ahead);

@@ -226,11 +226,11 @@ public:
     void set(int64_t planes, int64_t height, const int8_t* operands, int64_t stride, int64_t rows) {
         planes_ = planes, height_ = height, operands_ = operands, stride_ = stride, rows_ = rows;
         if (planes == 1) {
-            Tables* tables = room(tables_, (rows + BESIDE - 1) / BESIDE);
+            Tables* tables = bitkv::room(tables_, (rows + BESIDE - 1) / BESIDE);
             for (int64_t r = 0; r < rows; r += BESIDE) tables[r / BESIDE].set(operands + r * stride, stride, rows - r < BESIDE ? rows - r : BESIDE, height);
             return;
         }
-        int32_t* total = room(totals_, rows);
+        int32_t* total = bitkv::room(totals_, rows);
         for (int64_t r = 0; r < rows; ++r) {
             __m512i sum = _mm512_setzero_si512();
             for (int64_t k = 0; k < height; k += 16) {
@@ -299,7 +299,7 @@ private:
     int64_t planes_ = 0, height_ = 0, stride_ = 0, rows_ = 0;
     const int8_t* operands_ = nullptr;
     std::vector<Tables> tables_;
-    std::vector<int32_t> totals_;
+    bitkv::Room<int32_t> totals_;
 };
 
 }  // namespace

@@ -74,9 +74,20 @@ inline Sixteen load_part(const float* from, int64_t n, float rest) {
     for (int j = 0; j < 16; ++j) lane[j] = j < n ? from[j] : rest;
     return load16(lane);
 }
+// The first n, `rest` in the other lanes.
+inline Sixteen first_of(Sixteen x, int64_t n, float rest) {
+    const SixteenInts lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return lane < int32_t(n) ? x : Sixteen{} + rest;
+}
 inline void store16(float* to, Sixteen x) { std::memcpy(to, &x, sizeof x); }
 inline void store16(int32_t* to, SixteenInts x) { std::memcpy(to, &x, sizeof x); }
-inline Sixteen larger(Sixteen a, Sixteen b) { return a > b ? a : b; }  // b if either is NaN
+inline Sixteen larger(Sixteen a, Sixteen b) {  // b if either is NaN
+#ifdef __AVX512F__
+    return (Sixteen)_mm512_max_ps((__m512)a, (__m512)b);  // the compiler does not always see it
+#else
+    return a > b ? a : b;
+#endif
+}
 
 inline Sixteen exp2_fast(Sixteen x) {
     const Sixteen zero = {}, y = larger(zero - 127.0f, x), shifted = y + ROUNDER, f = y - (shifted - ROUNDER);
@@ -89,6 +100,30 @@ inline Sixteen exp2_fast(Sixteen x) {
     return p * (Sixteen)(((SixteenInts)shifted << 23) + (127 << 23));
 }
 
+// 2^(j / 32)
+alignas(64) constexpr float ROOTS[32] = {
+    1.0f, 1.0218972f, 1.04427373f, 1.06714046f, 1.09050775f, 1.1143868f, 1.13878858f, 1.1637249f,
+    1.18920708f, 1.21524739f, 1.24185777f, 1.26905096f, 1.29683959f, 1.32523668f, 1.35425556f, 1.38390994f,
+    1.41421354f, 1.44518077f, 1.47682619f, 1.50916445f, 1.54221082f, 1.5759809f, 1.61049032f, 1.64575553f,
+    1.68179286f, 1.71861935f, 1.75625217f, 1.79470909f, 1.8340081f, 1.87416768f, 1.91520655f, 1.95714414f,
+};
+
+// The same from a table: 2^x = 2^n 2^(j/32) 2^r, |r| <= 1/64, and 2^r by the polynomial of degree 2 with the least relative error that is
+// exact at 0. Error below 1 ulp.
+inline Sixteen exp2_by_table(Sixteen x) {
+    constexpr float rounder = ROUNDER / 32;  // the sum with it has 32 n + j in its lowest bits
+    const Sixteen zero = {}, y = larger(zero - 127.0f, x), shifted = y + rounder, r = y - (shifted - rounder);
+    const SixteenInts n = (SixteenInts)shifted;
+#ifdef __AVX512F__
+    const Sixteen root = (Sixteen)_mm512_permutex2var_ps(_mm512_load_ps(ROOTS), (__m512i)n, _mm512_load_ps(ROOTS + 16));
+#else
+    Sixteen root;
+    for (int i = 0; i < 16; ++i) root[i] = ROOTS[n[i] & 31];
+#endif
+    const Sixteen part = root + root * (r * (r * 0.240227059f + 0.693157315f));
+    return part * (Sixteen)(((n >> 5) << 23) + (127 << 23));
+}
+
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
 
@@ -97,6 +132,46 @@ inline float fold16(Sixteen x) {
     const Eight a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
     const Four b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
     return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+inline int32_t sum16(SixteenInts x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += x[i];
+    return sum;
+#endif
+}
+
+// Entries of a table of sixteen.
+inline Sixteen pick(const float* table, SixteenInts index) {
+#ifdef __AVX512F__
+    return (Sixteen)_mm512_permutexvar_ps((__m512i)index, (__m512)load16(table));
+#else
+    Sixteen x;
+    for (int i = 0; i < 16; ++i) x[i] = table[index[i]];
+    return x;
+#endif
+}
+
+// The folds of four.
+template <class Two>
+inline Four fold_four(const Sixteen x[4], const Two& two) {
+    Four y[4];
+    for (int i = 0; i < 4; ++i) {
+        const Eight a = two(__builtin_shufflevector(x[i], x[i], 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(x[i], x[i], 8, 9, 10, 11, 12, 13, 14, 15));
+        y[i] = two(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7));
+    }
+    const Four a = two(__builtin_shufflevector(y[0], y[1], 0, 4, 1, 5), __builtin_shufflevector(y[0], y[1], 2, 6, 3, 7));
+    const Four b = two(__builtin_shufflevector(y[2], y[3], 0, 4, 1, 5), __builtin_shufflevector(y[2], y[3], 2, 6, 3, 7));
+    return two(__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7));
+}
+inline Four fold16(const Sixteen x[4]) {
+    return fold_four(x, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+}
+inline Four most16(const Sixteen x[4]) {
+    return fold_four(x, [](auto a, auto b) __attribute__((always_inline)) { return b > a ? b : a; });
 }
 
 // Sixteen interleaved running sums, then a fold: one order for every instruction set and thread count.
@@ -148,9 +223,9 @@ inline float fold_sum(float* x, int64_t n) {
     return x[0];
 }
 
-// fold_sum of a product of 16 COUNT numbers, COUNT a power of two.
+// A product of 16 COUNT numbers, COUNT a power of two, whose fold16 is then the fold_sum of the product.
 template <int COUNT>
-inline float fold_product(const float* a, const float* b) {
+inline Sixteen product_of(const float* a, const float* b) {
     Sixteen x[COUNT];
 #pragma GCC unroll 16
     for (int i = 0; i < COUNT; ++i) x[i] = load16(a + 16 * i) * load16(b + 16 * i);
@@ -158,15 +233,7 @@ inline float fold_product(const float* a, const float* b) {
     for (int half = COUNT / 2; half; half /= 2)
 #pragma GCC unroll 16
         for (int i = 0; i < half; ++i) x[i] += x[i + half];
-    return fold16(x[0]);
-}
-
-// fold_sum of a product; `product` has room for n.
-inline float fold_product(const float* a, const float* b, int64_t n, float* product) {
-    if (n == 64) return fold_product<4>(a, b);
-    if (n == 128) return fold_product<8>(a, b);
-    for (int64_t i = 0; i < n; ++i) product[i] = a[i] * b[i];
-    return fold_sum(product, n);
+    return x[0];
 }
 
 // The lowest bytes of sixteen integers.

@@ -11,9 +11,9 @@
 
 namespace {
 
-// What one row's scores of a page are made of.
+// What the scores of a few rows and one page are made of.
 struct Factors {
-    float scale, noise, base;
+    Each scale, noise, base;
 };
 
 // Levels of a page's keys, int32 [rows][stride], its scales and their squares.
@@ -25,28 +25,43 @@ inline void scan_page(const Layout& l, const Operands& keys, Unit& u, int64_t pa
     for (int64_t t = 0; t < l.tokens; t += 16) store16(squares + t, load16(a + t) * load16(a + t));
 }
 
-// Also keeps q.c of the page. An exact half as the levels' unit can be taken into the scale.
-inline Factors factors(const Layout& l, const Queries& q, float noise_factor, Unit& u, int64_t page, int64_t r, Workspace& s) {
-    const int64_t row = u.first + r;
-    const float base = fold_product(q.rotated + row * l.dim, &u.centroid[KEYS][page * l.dim], l.dim, room(s.product, l.dim));
-    u.base[r * u.pages() + page] = base;
-    return {q.scale[row] * level_unit(l.scan_bits[KEYS]), q.norm2[row] * noise_factor, base};
+// q.c of some rows.
+inline Each centroid_scores(const float* q, const float* centroid, int64_t dim, int64_t rows, float* product) {
+    Each found = {};
+    if (dim == 128 || dim == 64) {
+        Sixteen sum[FEW] = {};
+        for (int64_t r = 0; r < rows; ++r, q += dim) sum[r] = dim == 128 ? product_of<8>(q, centroid) : product_of<4>(q, centroid);
+        return Each::of(fold16(sum));
+    }
+    for (int64_t r = 0; r < rows; ++r, q += dim) {
+        for (int64_t d = 0; d < dim; ++d) product[d] = q[d] * centroid[d];
+        found.row[r] = fold_sum(product, dim);
+    }
+    return found;
+}
+
+// Also keeps q.c of the page. A unit of the levels of one half can be taken into the scale: that rounds nothing.
+inline Factors factors(const Layout& l, const Queries& q, float noise_factor, Unit& u, int64_t page, int64_t first, int64_t rows, Workspace& s) {
+    const int64_t row = u.first + first;
+    Factors found = {{}, {}, centroid_scores(q.rotated + row * l.dim, &u.centroid[KEYS][page * l.dim], l.dim, rows, room(s.product, l.dim))};
+    for (int64_t r = 0; r < rows; ++r) {
+        found.scale.row[r] = q.scale[row + r] * level_unit(l.scan_bits[KEYS]), found.noise.row[r] = q.norm2[row + r] * noise_factor;
+        u.base[(first + r) * u.pages() + page] = found.base.row[r];
+    }
+    return found;
 }
 
 // Scores of a page's tokens, and p = 2^(score - the largest of the page).
 template <int V>
 inline void score_page(const Layout& l, const Queries& q, float noise_factor, Unit& u, int64_t page, Workspace& s, Ahead& ahead) {
-    for (int64_t r = 0; r < u.rows; ++r) {
-        ahead.step(12);
-        const Factors f = factors(l, q, noise_factor, u, page, r, s);
-        const int64_t at = r * u.total + page * l.tokens;
-        Sixteen x[V];
-        score_row<V>(&u.levels[at], f.scale, &u.scale[KEYS][page * l.tokens], f.noise, s.squares.data(), x);
-        UNROLLED for (int i = 0; i < V; ++i) x[i] += f.base, store16(&u.scores[at + 16 * i], x[i]);
-        const float shift = largest_of<V>(x);
-        u.shift[r * u.pages() + page] = shift;
-        u.mass[r * u.pages() + page] = soften_row<V>(x, shift);
-        UNROLLED for (int i = 0; i < V; ++i) store16(&u.p[at + 16 * i], x[i]);
+    const float* a = &u.scale[KEYS][page * l.tokens];
+    for (int64_t first = 0; first < u.rows; first += FEW) {
+        const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * l.tokens;
+        ahead.step(size_t(12 * rows));
+        const Factors f = factors(l, q, noise_factor, u, page, first, rows, s);
+        const Each most = score_rows<V>(rows, &u.levels[at], u.total, f.scale, a, f.noise, s.squares.data(), f.base, &u.scores[at], u.total);
+        const Each sum = weigh_rows<V, true, false>(rows, &u.scores[at], u.total, most, nullptr, &u.p[at], u.total).sum;
+        for (int64_t r = 0; r < rows; ++r) u.shift[(first + r) * u.pages() + page] = most.row[r], u.mass[(first + r) * u.pages() + page] = sum.row[r];
     }
 }
 
@@ -66,19 +81,21 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, Workspace
     float* log_sums = room(s.log_sum_exp, u.rows);
     if (refine.group && u.rows > 1)
         for (int64_t r = 0; r < u.rows; ++r) log_sums[r] = log_sum_exp(u, r);
-    int32_t* tokens = room(u.selected, lists * count);
+    const int64_t whole = List{0, 0, count, nullptr}.whole();
+    int32_t* tokens = room(u.selected, lists * count + 16);
     select(u.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens);
-    int32_t* kept = room(u.kept, u.rows * count);
+    int32_t* kept = room(u.kept, u.rows * whole);
     for (int64_t i = 0; i < lists; ++i) {
         const List list = {i, u.rows / lists, count, tokens + i * count};
         u.lists.push_back(list);
         for (int64_t r = list.row; r < list.row + list.rows; ++r)
-            for (int64_t j = 0; j < count; ++j) kept[r * count + j] = u.levels[r * u.total + list.tokens[j]];
-        for (int64_t j = 0; j < count; ++j)
-            for (Side side : {KEYS, VALUES}) {
-                const int64_t low = l.bits[side] - l.scan_bits[side];
-                if (low) ahead.add(u.low_bits(l, side, list.tokens[j]), low * l.dim / 8), ahead.add(u.full_scale(l, side, list.tokens[j]), 1);
-            }
+            for (int64_t j = 0; j < count; ++j) kept[r * whole + j] = u.levels[r * u.total + list.tokens[j]];
+        for (Side side : {KEYS, VALUES}) {
+            const int64_t bytes = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
+            if (!bytes) continue;
+            ahead.expect(2 * count, bytes);
+            for (int64_t j = 0; j < count; ++j) ahead.add(u.low_bits(l, side, list.tokens[j]), bytes), ahead.add(u.full_scale(l, side, list.tokens[j]), 1);
+        }
     }
 }
 

@@ -20,22 +20,34 @@ inline int64_t code_stride(int64_t dim) { return (dim + 63) / 64 * 64; }
 
 #define UNROLL _Pragma("GCC unroll 8")
 
-// codes[d] = the number that `planes` rows of bits stand for, D = dim.
-inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
+template <int PLANES>
+inline void read_planes(const uint8_t* bits, int64_t dim, uint8_t* codes) {
     for (int64_t d = 0; d < dim; d += 64, bits += 8) {
-        const int64_t bytes = dim - d >= 64 ? 8 : (dim - d) / 8;
         __m512i code = _mm512_setzero_si512();
-        for (int64_t p = 0; p < planes; ++p) {
+        UNROLL for (int p = 0; p < PLANES; ++p) {
             uint64_t mask = 0;
-            if (bytes == 8) std::memcpy(&mask, bits + p * (dim / 8), 8);
-            else std::memcpy(&mask, bits + p * (dim / 8), size_t(bytes));
-            code = _mm512_mask_add_epi8(code, mask, code, _mm512_set1_epi8(char(1 << (planes - 1 - p))));
+            if (dim - d >= 64) std::memcpy(&mask, bits + p * (dim / 8), 8);
+            else std::memcpy(&mask, bits + p * (dim / 8), size_t(dim - d) / 8);
+            code = _mm512_mask_add_epi8(code, mask, code, _mm512_set1_epi8(char(1 << (PLANES - 1 - p))));
         }
         _mm512_storeu_si512(codes + d, code);
     }
 }
 
-// codes[d] += one[d's bit in a plane's words [P/4][D/8] of values] for one token; dim 64 or 128.
+// codes[d] = the number that `planes` rows of bits stand for.
+inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
+    switch (planes) {
+        case 1: return read_planes<1>(bits, dim, codes);
+        case 2: return read_planes<2>(bits, dim, codes);
+        case 3: return read_planes<3>(bits, dim, codes);
+        case 4: return read_planes<4>(bits, dim, codes);
+        case 5: return read_planes<5>(bits, dim, codes);
+        case 6: return read_planes<6>(bits, dim, codes);
+        default: return read_planes<7>(bits, dim, codes);
+    }
+}
+
+// add_bits for a dim of 64 or 128: a token's bits stand in one line.
 inline void add_bits_of_line(const uint8_t* words, int64_t dim, int64_t token, int one, uint8_t* codes) {
     const __m512i lane = _mm512_set_epi64(0x3f3e3d3c3b3a3938, 0x3736353433323130, 0x2f2e2d2c2b2a2928, 0x2726252423222120, 0x1f1e1d1c1b1a1918, 0x1716151413121110, 0x0f0e0d0c0b0a0908, 0x0706050403020100);
     const __m512i place = _mm512_or_si512(_mm512_and_si512(_mm512_slli_epi32(lane, 2), _mm512_set1_epi8(0x3c)), _mm512_set1_epi8(char(token % 4)));
@@ -65,8 +77,8 @@ inline __m128i sum_lanes(const __m512i x[4]) {
 }
 
 // out[r][i] = sum over d of operands[r][d] times codes[i][d].
-inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
-    for (int64_t row = 0; row < rows; row += 4, operands += 4 * dim, out += 4 * count) {
+inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out, int64_t out_stride) {
+    for (int64_t row = 0; row < rows; row += 4, operands += 4 * dim, out += 4 * out_stride) {
         const int64_t beside = rows - row < 4 ? rows - row : 4;
         for (int64_t i = 0; i < count; ++i) {
             __m512i sum[4] = {};
@@ -78,7 +90,7 @@ inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const i
             }
             alignas(16) int32_t found[4];
             _mm_store_si128((__m128i*)found, sum_lanes(sum));
-            for (int64_t r = 0; r < beside; ++r) out[r * count + i] = found[r];
+            for (int64_t r = 0; r < beside; ++r) out[r * out_stride + i] = found[r];
         }
     }
 }
@@ -122,12 +134,12 @@ inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* 
         for (int64_t d = 0; d < dim; ++d) codes[d] = uint8_t(2 * codes[d] + ((bits[p * (dim / 8) + d / 8] >> (d % 8)) & 1));
 }
 
-inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out) {
+inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out, int64_t out_stride) {
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < count; ++i) {
             int32_t sum = 0;
             for (int64_t d = 0; d < dim; ++d) sum += codes[i * code_stride(dim) + d] * operands[r * dim + d];
-            out[r * count + i] = sum;
+            out[r * out_stride + i] = sum;
         }
 }
 

@@ -21,27 +21,30 @@ inline float level_unit(int64_t bits) { return bits == 1 ? 1.0f : 0.5f; }
 struct List {
     int64_t row, rows, count;
     const int32_t* tokens;
+
+    int64_t whole() const { return (count + 15) / 16 * 16; }  // in registers
 };
 
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    std::vector<float> product, log_sum_exp, refined, weight, refined_size, squares, halves, full;
-    std::vector<int32_t> dots, keys, some, code_sums;
-    std::vector<int8_t> integers;
-    std::vector<uint8_t> codes;
+    Room<float> product, log_sum_exp, refined, weight, refined_size, squares, full, rows;
+    Room<int32_t> dots, keys, some, code_sums;
+    Room<int8_t> integers;
+    Room<uint8_t> codes;
 };
 
 // Tokens count from the first valid page; the scales are those of the scanned planes.
 struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
+    int page_log2;  // of the tokens of a page
     std::vector<const uint8_t*> record;  // of the valid pages
-    std::vector<float> scale[2], centroid[2];  // [pages][P], [pages][D]
-    std::vector<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
-    std::vector<float> base, shift;  // [rows][pages]: q.c; the largest score
-    std::vector<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
-    std::vector<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
-    std::vector<int32_t> levels, selected, kept;  // of scanned keys [rows][total]; positions of all lists; levels [rows][count] of those
+    Room<float> scale[2], centroid[2];  // [pages][P], [pages][D]
+    Room<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
+    Room<float> base, shift;  // [rows][pages]: q.c; the largest score
+    Room<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
+    Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
+    Room<int32_t> levels, selected, kept;  // of scanned keys [rows][total]; positions of all lists; levels [rows][count] of those
     std::vector<List> lists;
 
     int64_t pages() const { return int64_t(record.size()); }
@@ -51,9 +54,9 @@ struct Unit {
         record.clear(), lists.clear();
         for (int64_t page = 0; page < l.pages; ++page)
             if (page_valid[page]) record.push_back(records + page * page_stride);
-        first = first_row, rows = group, total = pages() * l.tokens;
+        first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
         const int64_t all = rows * pages(), whole = (all + 15) / 16 * 16;
-        room(base, all), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
+        room(base, all + 16), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
         for (Side side : {KEYS, VALUES}) room(scale[side], total), room(centroid[side], pages() * l.dim);
     }
 
@@ -63,11 +66,14 @@ struct Unit {
         halves_to_floats(record[page] + l.centroid[side], l.dim, &centroid[side][page * l.dim]);
     }
 
+    int64_t page_of(int64_t token) const { return token >> page_log2; }
+    int64_t within_page(int64_t token) const { return token & ((int64_t(1) << page_log2) - 1); }
+
     // Where the low bits and the full scale of a token lie.
     const uint8_t* low_bits(const Layout& l, Side side, int64_t token) const {
-        return record[token / l.tokens] + l.low[side] + token % l.tokens * ((l.bits[side] - l.scan_bits[side]) * l.dim / 8);
+        return record[page_of(token)] + l.low[side] + within_page(token) * ((l.bits[side] - l.scan_bits[side]) * l.dim / 8);
     }
-    const uint8_t* full_scale(const Layout& l, Side side, int64_t token) const { return record[token / l.tokens] + l.full[side] + 2 * (token % l.tokens); }
+    const uint8_t* full_scale(const Layout& l, Side side, int64_t token) const { return record[page_of(token)] + l.full[side] + 2 * within_page(token); }
 };
 
 }  // namespace
