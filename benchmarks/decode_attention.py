@@ -35,6 +35,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import Partial, lane_width
+from bitkv_dist.sealed import SealedStore
 
 REST_S = 0.02  # torch's OpenMP threads spin for milliseconds after their work, on the cores that the next call needs
 
@@ -121,8 +122,10 @@ class Ours:
 
 
 def packed_cache(records: torch.Tensor, granules: int) -> torch.Tensor:
-    """`granules` granules of a few distinct ones [n, ...]: their content does not change the work."""
-    cache = torch.empty(granules, *records.shape[1:], dtype=torch.uint8)
+    """`granules` granules of a few distinct ones [n, ...], in the engine's store: their content does not change the work."""
+    store = SealedStore(*records.shape[1:], records.device)
+    store.reserve(granules)
+    cache = store.slabs[0]
     for first in range(0, granules, len(records)):
         cache[first : first + len(records)] = records[: granules - first]
     return cache

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from bitkv_dist.kernels.cpu import advise_huge_pages
+
 GROWTH_GRANULES = 16
 
 
@@ -26,7 +28,8 @@ class SealedStore:
     def reserve(self, granules: int) -> None:
         """Room for `granules` owned granules in all."""
         if granules > self.capacity:
-            self.slabs.append(torch.zeros(granules - self.capacity, *self.granule_shape, dtype=torch.uint8, device=self.device))
+            slab = torch.empty(granules - self.capacity, *self.granule_shape, dtype=torch.uint8, device=self.device)
+            self.slabs.append(advise_huge_pages(slab).zero_())
             self.capacity = granules
 
     def page(self, granule: int, page: int) -> torch.Tensor:

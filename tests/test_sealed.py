@@ -1,5 +1,8 @@
 """The store of sealed pages: granules in token order, slabs that never move, bytes that are really there."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -89,3 +92,19 @@ def test_offsets_beyond_two_to_the_31():
     assert granules[-1] == 17_499
     assert torch.equal(layout.view(records, "codes")[-1, 3, 0], codes)
     assert torch.equal(layout.view(records, "scale")[-1, 3, 0].contiguous(), scale)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages to ask for")
+def test_a_large_slab_asks_for_huge_pages():
+    store = SealedStore(4, 8, 5120, CPU)
+    store.reserve(64)
+    slab = store.slabs[0]
+    assert slab.numel() >= 8 << 20 and not slab.any()
+    middle, inside, flags = slab.data_ptr() + slab.numel() // 2, False, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(number, 16) for number in line.split()[0].split("-"))
+            inside = first <= middle < last
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert "hg" in flags

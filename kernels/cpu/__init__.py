@@ -10,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import mmap
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+HUGE_BYTES = 4 << 20  # smaller tensors gain nothing from huge pages and would round up to one
 
 ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3}
 
@@ -77,6 +80,17 @@ def choose(isa: str | None = None) -> str:
         there = ", ".join(name for name in ISAS if load().bitkv_supports(ctypes.c_int64(ISAS[name])))
         raise ValueError(f"cpu_isa {isa}: this machine does not have it; take one of auto, {there}")
     return name.decode()
+
+
+def advise_huge_pages(t: torch.Tensor) -> torch.Tensor:
+    """t, contiguous and not yet written to, held in pages of 2 MB if it is large and the system offers them: one pass over a
+    long cache touches each small page once, and looking up where it lies costs more than reading it."""
+    bytes_, advice = t.numel() * t.element_size(), getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None and t.device.type == "cpu" and bytes_ >= HUGE_BYTES:
+        first = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (t.data_ptr() + bytes_) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
+    return t
 
 
 def _pointer(t: torch.Tensor) -> ctypes.c_void_p:
