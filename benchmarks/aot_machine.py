@@ -33,9 +33,9 @@ TENSOR_CORE = re.compile(r"^(\w*MMA|v_(s?mfmac?|wmma))[._]")
 
 @dataclass(frozen=True)
 class Code:
-    """One compiled kernel. constants: its compile-time ones; data: the type of its first argument; instructions: its machine
-    code in order; loops: (first, last) indices of loops without a loop inside; loads: (source function, bits) of its global
-    loads."""
+    """One compiled kernel. constants: its compile-time ones; data: the type of its first argument; spills: of registers to
+    memory; scalar_spills: of AMD's scalar registers, to lanes of vector registers; instructions: its machine code in order;
+    loops: (first, last) indices of loops without a loop inside; loads: (source function, bits) of its global loads."""
 
     name: str
     arch: str
@@ -44,6 +44,7 @@ class Code:
     warps: int
     regs: int
     spills: int
+    scalar_spills: int
     shared: int
     instructions: list[str]
     loops: list[tuple[int, int]]
@@ -115,9 +116,11 @@ def read(kernel, arch: str, constants: dict[str, object], data: str) -> Code:
         )
         number = {
             name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
-            for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+            for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         }
-        regs, spills = number["vgpr_count"], number["vgpr_spill_count"] + number["sgpr_spill_count"]
+        regs, spills, scalar_spills = (number[name] for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count"))
+        if number["private_segment_fixed_size"]:  # else scalar registers that do not fit are kept in lanes of vector registers
+            spills += scalar_spills
         loads = global_loads(text, r"\b(?:global|buffer|flat)_load_(\w+)", amd_bits)
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -127,10 +130,10 @@ def read(kernel, arch: str, constants: dict[str, object], data: str) -> Code:
         instructions, loops = parse(
             text, r"^\s*(\.L_x_\w+):", r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", r"\bBRA\b.*(\.L_x_\w+)"
         )
-        regs = int(re.search(r"REG:(\d+)", usage)[1])
+        regs, scalar_spills = int(re.search(r"REG:(\d+)", usage)[1]), 0
         spills = sum(bool(re.match(r"(LDL|STL)\b", instruction)) for instruction in instructions)
         loads = global_loads(kernel.asm["ptx"], r"\b(ld\.global[\w.]*|cp\.async\.c[ag][^;]*)", ptx_bits)
-    facts = metadata.num_warps, regs, spills, metadata.shared, instructions, loops, loads
+    facts = metadata.num_warps, regs, spills, scalar_spills, metadata.shared, instructions, loops, loads
     return Code(metadata.name, arch, constants, data, *facts)
 
 

@@ -9,8 +9,9 @@ than 64 bits or does without tensor cores.
     python benchmarks/aot_report.py --jobs 2 --json aot.json          half an hour on two cores; what is compiled is kept
     python benchmarks/aot_report.py --arch sm_90 --dim 128 --kernel decode
 
-A row's `kernel` is what the step is called; `function` and `variant` tell the parts of one. `tail` is `decode` over the values
-of a tiered cache, whose key dots `scan` has found.
+Spills are those to memory; scalar registers of AMD that do not fit stay in lanes of vector registers and are counted apart
+(`scalar_spills`). A row's `kernel` is what the step is called; `function` and `variant` tell the parts of one. `tail` is
+`decode` over the values of a tiered cache, whose key dots `scan` has found.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def programs_of(kernel: str, arch: str, shape: Shape) -> int:
 
 
 def row_of(code: Code, kernel: str, shape: Shape) -> dict:
-    body = code.main_loop() or code.instructions
+    body = (kernel != "refine" and code.main_loop()) or code.instructions  # `refine` is a program without a loop of its own
     elements = elements_of(kernel, shape)
     per_element = code.threads * len(body) * programs_of(kernel, code.arch, shape) / elements if elements else None
     widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [
@@ -200,7 +201,8 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
     row = {
         "kernel": kernel, "function": code.name, "variant": variant_of(code, kernel, shape),
         "bits": shape.bits, "scan_bits": shape.scan_bits, "D": shape.dim, "G": shape.group, "arch": code.arch,
-        "warps": code.warps, "regs": code.regs, "spills": code.spills, "shared": code.shared, "load_bits": min(widths),
+        "warps": code.warps, "regs": code.regs, "spills": code.spills, "scalar_spills": code.scalar_spills,
+        "shared": code.shared, "load_bits": min(widths),
         "mma": tensor_core(body) or tensor_core(code.instructions), "instr_per_element": per_element, "limit": None,
     }  # fmt: skip
     if per_element is not None:

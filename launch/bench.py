@@ -23,6 +23,8 @@ from bitkv_dist.launch.display import Bar
 from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.text import encode_prompt, read_prompt_file
 
+AMORTISED_TOKENS = 131072  # of all sequences together: over so many the size of codebooks is shown
+
 
 class Bench:
     """What a task measures with: texts, caches, and a model that is loaded when the first missing cell needs it."""
@@ -77,6 +79,17 @@ class Bench:
             return read_origin(path)
         except ValueError as error:
             raise ValueError(f"calibration {path!r}: {error}") from None
+
+    def book_notes(self, caches: dict[str, CacheConfig]) -> list[str]:
+        """What the stored bits leave out: the codebooks of calibrated caches, which all pages of all sequences share."""
+        found = []
+        for name, cache in caches.items():
+            if cache.calibration is not None:
+                size, shape = Path(cache.calibration).stat().st_size, self.shape
+                elements = 2 * shape.layers * shape.kv_heads * shape.head_dim * AMORTISED_TOKENS
+                share = f"{size * 8 / elements:.3f} bits per element of {AMORTISED_TOKENS:,} tokens"
+                found.append(f"{name}: its codebooks, {size / 1e6:.1f} MB, are not in the stored bits ({share})")
+        return found
 
     def check_calibrations(self, caches: Iterable[CacheConfig]) -> None:
         """Refuse a file of --calibration that no cache reads."""

@@ -177,7 +177,7 @@ def _parser() -> shell.Parser:
     group.add_argument("--window", type=int, default=4096, metavar="N", help="tokens read at a time, from position 0 (4096)")
     says = "tokens that k-means sees, drawn at random (8192)"
     group.add_argument("--vectors", type=int, default=8192, metavar="N", help=says)
-    group.add_argument("--iterations", type=int, default=12, metavar="N", help="of k-means (12)")
+    group.add_argument("--iterations", type=int, default=8, metavar="N", help="of k-means (8)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
     return parser
 

@@ -32,7 +32,8 @@ def grids_table(found: Plan, config: str) -> Table:
     """One line per grid; * marks the best."""
     job, machine = found.job, found.machine
     gpu = f"{machine.gpus} x {machine.gpu.name} ({machine.gpu.memory_gb:g} GB, {machine.gpu.bandwidth_gb_s:,g} GB/s)"
-    table = Table(title=f"{job.shape.name}, {job.batch} x {job.context:,} tokens, {config}, {gpu}")
+    layout = "" if job.layout == "replicated" else f", layout {job.layout}"
+    table = Table(title=f"{job.shape.name}, {job.batch} x {job.context:,} tokens, {config}{layout}, {gpu}")
     memory = ("weights", "cache", "slack", "exact", "prefill", "total GB")
     times = ("weights", "cache", "exchange", "fixed", "ms/token")
     for heading in ("tp x sp", *memory, "free GB", "most tokens", *times, "SP pays above"):

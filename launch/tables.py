@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from bitkv_dist.evaluate.sensitivity import Raise
 Row = dict[str, Any]
 
 
-def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig) -> None:
-    """One line per text and codec."""
+def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig, notes: Iterable[str] = ()) -> None:
+    """One line per text and codec; notes: further lines below the table."""
     first, last = positions
     table = Table(title=f"teacher-forced, positions {first}:{last}")
     for heading in ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined"):
@@ -28,7 +29,7 @@ def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig) -
         quality = (f"{row['ppl']:.3f}", f"x{row['ppl_ratio']:.4f}", f"{row['kl']:.4f}", f"{row['top1']:.1%}")
         bits = (f"{row['stored_bits']:.3f}", f"{row['read_bits']:.3f}", f"{row['ratio']:.2f}", f"{row['refined_share']:.1%}")
         table.add_row(row["text"], row["codec"], *quality, *bits)
-    show(table, window_policy(window, first))
+    show(table, window_policy(window, first), *notes)
 
 
 def window_policy(window: CacheConfig, first: int = 0) -> str:

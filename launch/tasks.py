@@ -39,7 +39,7 @@ def ppl(bench: Bench) -> None:
         scores = perplexity.compare(bench.model, walking, ids[text], *bench.asked.positions, progress)
         ledger.add(scores[name].row(name, text, scores[EXACT]) for name in missing[text])
     rows = [ledger.find(name, text) for text in texts for name in caches]
-    tables.show_ppl(rows, bench.asked.positions, bench.run.cache)
+    tables.show_ppl(rows, bench.asked.positions, bench.run.cache, bench.book_notes(caches))
     if bench.asked.plot:
         tables.plot_ppl(rows, bench.asked.plot)
 

@@ -34,11 +34,32 @@ def test_decode_at_sm_90(tmp_path):
     assert main["instr_per_element"] <= 1.15 and main["limit"] == "memory"
 
 
+def test_rows_go_by_the_names_of_the_steps(tmp_path):
+    """Parts of one step share its name; AMD's rows have the same keys."""
+    rows = report(tmp_path, "--arch", "gfx942", "--dim", "64", "--kernel", "merge", "--kernel", "query", "--kernel", "conclude")
+    parts = {(row["kernel"], row["function"], row["variant"]) for row in rows}
+    assert {("merge", "fill_lanes", "lanes"), ("merge", "halve_lanes", "256 leaves")} <= parts
+    assert {("query", "quantize_rows", ""), ("conclude", "conclude_rows", "")} <= parts
+    promised = {"kernel", "bits", "D", "arch", "regs", "spills", "shared", "load_bits", "mma", "instr_per_element", "limit"}
+    assert all(promised <= set(row) for row in rows)
+
+
+def test_what_is_a_fault():
+    judge = (
+        "from aot_report import faults; good = dict(kernel='scan', spills=0, load_bits=64, mma=8); "
+        "print([len(faults(good | bad)) for bad in ({}, {'spills': 1}, {'load_bits': 32}, {'mma': 0}, "
+        "{'mma': 0, 'load_bits': 8, 'kernel': 'refine'}, {'mma': 0, 'kernel': 'decode'})])"
+    )
+    done = subprocess.run([sys.executable, "-c", judge], cwd=REPORT.parent, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[0, 1, 1, 1, 0, 1]", done.stderr
+
+
 @pytest.mark.slow
 def test_every_kernel_on_every_target(tmp_path):
     rows = report(tmp_path)
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    assert {"decode", "scan", "select", "tail", "refine", "exact"} <= {row["kernel"] for row in rows}
+    kernels = {"decode", "scan", "select", "tail", "refine", "encode", "exact", "merge", "query", "conclude"}
+    assert {row["kernel"] for row in rows} == kernels
 
 
 def test_code_cached_by_another_checkout_is_read_by_its_own(tmp_path):

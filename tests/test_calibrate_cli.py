@@ -105,6 +105,7 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     argv = (*argv, "--json", str(results))
     call(evaluate, *argv, "--compare", "exact,tailored,residual", "--calibration", files["tailored"], files["residual"])
     rows = {row["codec"]: row for row in json.loads(results.read_text())["rows"]}
+    assert "tailored: its codebooks, 0.3 MB, are not in the stored bits" in capsys.readouterr().out
     assert 1.25 < rows["tailored"]["stored_bits"] < rows["residual"]["stored_bits"] < 2.2 and rows["residual"]["kl"] > 0
     same = tmp_path / "same.json"
     call(evaluate, *argv[:-1], str(same), "--compare", files["tailored"])

@@ -7,7 +7,7 @@ import simulated
 import tiny
 import torch
 
-from bitkv_dist import model
+from bitkv_dist import model, promise
 from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.report import cache_report, report
@@ -110,3 +110,16 @@ def test_cache_report_needs_no_result(folder):
         return cache_report(engine)
 
     assert simulated.run(1, only_cache)[0]["sealed_tokens"] == 0
+
+
+def test_what_holds_on_other_grids():
+    """Bits for other sequence ranks where weights are replicated; else as close as measured for the type and the codec."""
+    identical, close, turned, rounded = promise.IDENTICAL, promise.CLOSE, promise.TURNED, promise.ROUNDED
+    for settings, found in (
+        (("float32", "planes", "replicated", "allgather"), (identical, turned)),
+        (("float32", "exact", "replicated", "allgather"), (identical, close)),
+        (("float32", "planes", "replicated", "allreduce"), (turned, turned)),
+        (("float32", "exact", "helix", "alltoall"), (close, close)),
+        (("bfloat16", "planes", "helix", "alltoall"), (rounded, rounded)),
+    ):
+        assert tuple(promise.over_grids(*settings).values()) == found

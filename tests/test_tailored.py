@@ -87,6 +87,17 @@ def test_the_scale_is_that_of_all_heads(files):
     torch.testing.assert_close(codec.scales(codec.encode(k, v, [0, 1]))[:, 0], wanted, rtol=1e-3, atol=0)
 
 
+def test_a_rank_with_some_of_the_heads_stores_the_same(files):
+    """Tensor parallelism, which only the codec without a common scale is served with."""
+    k, v = calibrations.keys(HEADS, 2, DIM, seed=9)
+    whole = named(files, "residual")
+    part = make_codec(config_of(files["residual"], "residual"), HeadShape(1, 1, 1, DIM, torch.float32), 0)
+    records = part.encode(k[:, 1:], v[:, 1:], [0, 1])
+    assert torch.equal(records, whole.encode(k, v, [0, 1])[:, 1:])
+    assert torch.equal(part.decode(records)[0], whole.decode(whole.encode(k, v, [0, 1]))[0][:, 1:])
+    assert part.book_bytes == whole.book_bytes / HEADS
+
+
 @CASES
 @pytest.mark.parametrize("value", [0.0, 2.0, 1e-30, 40_000.0])
 def test_odd_pages_stay_finite(files, name, value):

@@ -1,6 +1,7 @@
 """The fused decode kernel, in Triton's interpreter, against the reference."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,21 @@ import triton.language as tl
 from triton_pages import assert_same_attention, layout, poison, refinement, wanted
 
 from bitkv_dist.kernels import reference, triton
+from bitkv_dist.kernels.triton import tables
 from bitkv_dist.kernels.triton.decode import value_blocks, value_dims
-from bitkv_dist.kernels.triton.planes import expansion, load_planes, no_dots, own_set, plane_dots, shifted, unscale
+from bitkv_dist.kernels.triton.planes import (
+    PLAIN,
+    PLAIN_WORDS,
+    expansion,
+    gcn_expansion,
+    load_planes,
+    no_dots,
+    own_set,
+    plane_dots,
+    shifted,
+    unscale,
+    word_mask,
+)
 from bitkv_dist.partial import Partial, empty, merge
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -64,21 +78,41 @@ def test_assembly_expands_as_its_twin(bits, exact):
             assert bits == 1 or max(codes) << low < 128
 
 
+def run_gcn(text: str, planes: list[int]) -> list[int]:
+    """The same of AMD's; the masks of `expand_words` come after the planes."""
+    registers = {f"${9 + i}": word for i, word in enumerate([*planes, *(word_mask(bit) & 0xFFFFFFFF for bit in range(8))])}
+    for line in text.split("\n\t"):
+        name, _, rest = line.partition(" ")
+        out, *operands = rest.split(", ")
+        a, b, *c = (registers[operand] if operand in registers else int(operand) for operand in operands)
+        found = {"v_and_b32": a & b, "v_and_or_b32": a & b | sum(c)}
+        registers[out] = found[name] if name in found else (b << a if name == "v_lshlrev_b32" else b >> a) & 0xFFFFFFFF
+    return [registers[f"${j}"] for j in range(8)]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_both_assemblies_expand_alike(bits):
+    torch.manual_seed(bits)
+    for words in [*torch.randint(0, 1 << 32, (64, bits)).tolist(), [0xFFFFFFFF] * bits, [0x80000000] * bits]:
+        assert run_gcn(gcn_expansion(bits), words) == run_ptx(expansion(bits, False), words)
+
+
 # ------------------------------------------------------------------------------------------------------- integers
 
 
 @language.jit
 def sum_values(
-    planes, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr
-):
+    planes, weights, out, P: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, SETS: tl.constexpr, GROUP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
     """out int32 [D, GROUP] = weights int8 [P, GROUP] times codes."""
     BLOCKS: tl.constexpr = value_blocks(D // 8, SETS)
     column = tl.arange(0, SETS * GROUP)[None, :]
     column_set = column // GROUP
     operand = tl.load(weights + tl.arange(0, P)[:, None] * GROUP + column % GROUP)
     for b in tl.static_range(len(BLOCKS)):
-        words = load_planes(planes + 4 * BLOCKS[b][0], P * D // 8, P // 4, BLOCKS[b][1], D // 8, BITS, 0)
-        sums = plane_dots(words, operand, no_dots(8 * BLOCKS[b][1], SETS * GROUP, SETS), 0)
+        words = load_planes(planes + 4 * BLOCKS[b][0], P * D // 8, P // 4, BLOCKS[b][1], D // 8, BITS, ASSEMBLY)
+        sums = plane_dots(words, operand, no_dots(8 * BLOCKS[b][1], SETS * GROUP, SETS), ASSEMBLY)
         scale = unscale(8 * BLOCKS[b][1] // SETS, column_set, BLOCKS[b][1], SETS, BITS)
         row = tl.arange(0, scale.shape[0])[:, None] + scale.shape[0] * column_set
         dim, inside = value_dims(D, BLOCKS[b][0], BLOCKS[b][1], row)
@@ -94,11 +128,14 @@ def test_value_integers_are_those_of_the_reference(dim):
         planes = torch.randint(0, 256, (bits * tokens * dim // 8 + 64,), dtype=torch.uint8)
         planes[:64] = 255
         weights = torch.randint(0, 128, (tokens, group), dtype=torch.int8)
-        out = torch.full((dim, group), 99, dtype=torch.int32)
-        sum_values[(1,)](planes, weights, out, P=tokens, D=dim, BITS=bits, SETS=8 // group, GROUP=group)
         words = planes[: bits * tokens * dim // 8].view(torch.int32).view(bits, tokens // 4, dim // 8)
         codes = reference.unpack_planes(words, "V")
-        assert torch.equal(out.double(), codes.double().T @ weights.double()), bits
+        for assembly in (PLAIN, PLAIN_WORDS):
+            out = torch.full((dim, group), 99, dtype=torch.int32)
+            sum_values[(1,)](
+                planes, weights, out, P=tokens, D=dim, BITS=bits, SETS=8 // group, GROUP=group, ASSEMBLY=assembly.value
+            )
+            assert torch.equal(out.double(), codes.double().T @ weights.double()), (bits, assembly)
 
 
 # --------------------------------------------------------------------------------------------------------- attend
@@ -122,6 +159,20 @@ def test_decode_agrees_with_the_reference(dim):
         *found, refined = triton.attend(layout(pages), query, poison(records, valid), valid, refinement(pages, None))
         assert_same_attention(found, wanted(pages, q, records, valid, None))
         assert refined == 0
+
+
+@pytest.mark.parametrize("rule", [None, reference.Selection(0.05, 1, True)])
+def test_as_on_amd(rule, monkeypatch):
+    """Words instead of bytes, sixteen columns, warps of 64."""
+    monkeypatch.setitem(tables.ARCHITECTURES, "interpreter", replace(tables.AMD, assembly=PLAIN_WORDS.value, stages=1))
+    for dim, bits, group in ((64, 4, 3), (80, 2, 8)):
+        torch.manual_seed(dim)
+        depth = (bits, bits if rule is None else 1)
+        pages = Pages(dim, 128, depth, depth)
+        records, q, valid = pages.random(1), queries(dim, 1, group), torch.tensor([[False, True, True, True]])
+        query = triton.quantize_query(q, signs("K", dim))
+        *found, _ = triton.attend(layout(pages), query, poison(records, valid), valid, refinement(pages, rule))
+        assert_same_attention(found, wanted(pages, q, records, valid, rule))
 
 
 def test_decode_of_nothing_and_of_zeros():

@@ -147,7 +147,10 @@ class Reading:
     @cached_property
     def final(self) -> torch.Tensor:
         """What enters the softmax."""
-        return self.entering(correct=True) if self.scannable else self.dots(self.vectors("K"))
+        if self.scannable:
+            return self.entering(correct=True)
+        query, k = self.codec.scored(self.query, self.vectors("K").unsqueeze(0), self.page_records.unsqueeze(0))
+        return (query.flatten(1, 2) @ k[0].transpose(-1, -2)).unflatten(1, query.shape[1:3])
 
     def entering(self, correct: bool) -> torch.Tensor:
         """Scanned scores, and those of all planes for the refined tokens, with or without correction."""

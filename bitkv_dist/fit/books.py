@@ -26,7 +26,7 @@ class Fit:
     codec: str
     form: str
     vectors: int = 8192
-    iterations: int = 12
+    iterations: int = 8
     seed: int = 0
 
 

@@ -122,7 +122,7 @@ def attend_tiered(
     chosen = config(query.codes.device)
     batch, heads, queries, group, dim = query.codes.shape
     slots, padded = table.lanes, group_size(query, chosen)
-    lists = 1 if refinement.group else group
+    lists, lists_padded = (1, 1) if refinement.group else (group, padded)
     counts = refined_counts(layout.tokens, refinement.share, refinement.min_tokens, query.codes.device)
     room = max(32, triton.next_power_of_2(refined_count(GRANULE_TOKENS, refinement.share, refinement.min_tokens)))
     lead = (batch, slots, heads, queries)
@@ -142,7 +142,7 @@ def attend_tiered(
     select_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,
         refinement.scan_noise, **record, KEY_BITS=layout.scan_bits[KEYS], KEY_SCAN=layout.scan[KEYS],
-        GROUP=padded, LISTS=1 if refinement.group else padded, LIST=room, num_warps=chosen.select_warps(padded),
+        GROUP=padded, LISTS=lists_padded, LIST=room, num_warps=chosen.select_warps(padded, lists_padded),
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
     low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]

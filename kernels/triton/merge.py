@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bitkv_dist.kernels.triton.tables import config
+
 TILE_ELEMENTS = 2048  # of partial outputs that a program holds in registers
 INDICES_AT_ONCE = 512
 WARPS = 4
@@ -100,7 +102,7 @@ def lanes(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, index: torch.Tensor
     if rows:
         fill_lanes[(width, triton.cdiv(rows, block))](
             index, len(index), m, l, o, *found, width, rows, DIM=dim, WIDE=wide, ROWS=block, INDICES=INDICES_AT_ONCE,
-            num_warps=WARPS, enable_fp_fusion=False,
+            num_warps=WARPS, enable_fp_fusion=False, **config(m.device).registers(),
         )  # fmt: skip
     return found
 
@@ -115,7 +117,7 @@ def halve(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, nodes: int) -> Thre
     if rows:
         halve_lanes[(rows, max(1, triton.cdiv(dim, part)), nodes)](
             m, l, o, *found, rows, nodes, DIM=dim, PART=part, LEAVES=leaves, LEVELS=leaves.bit_length() - 1,
-            num_warps=WARPS, enable_fp_fusion=False,
+            num_warps=WARPS, enable_fp_fusion=False, **config(m.device).registers(),
         )  # fmt: skip
     return found
 
