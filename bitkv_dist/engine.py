@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from bitkv_dist import agreement, prefill
+from bitkv_dist import agreement, placement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.model import ServedModel
-from bitkv_dist.parallel import digest, placement
+from bitkv_dist.parallel import digest
 from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.plan.memory import Job

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.parallel.placement import owned_granules, owner
+from bitkv_dist.placement import owned_granules, owner
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import Shard

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitkv_dist import placement
 from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import CacheConfig, RefineConfig
 from bitkv_dist.kernels import dispatch
-from bitkv_dist.parallel import placement
 from bitkv_dist.parallel.exchange import combine
 
 DIM, KV_HEADS, GROUP = 32, 2, 3

@@ -7,8 +7,8 @@ import torch
 
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.exchange import combine, combine_heads, combine_sums, in_tree_order
-from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, root
+from bitkv_dist.placement import residue_count, residues, slots
 from bitkv_dist.split import Split
 
 DIM = 4

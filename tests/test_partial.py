@@ -10,8 +10,8 @@ from bitkv_dist.config import LANES
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.reference import attend_dense
 from bitkv_dist.parallel.exchange import combine
-from bitkv_dist.parallel.placement import owner, residue_count, slots
 from bitkv_dist.partial import Partial, empty, fill_lanes, lane_width, merge, reduce_lanes, tree
+from bitkv_dist.placement import owner, residue_count, slots
 
 INF = math.inf
 NAN = math.nan

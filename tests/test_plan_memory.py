@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bitkv_dist import model
 from bitkv_dist.config import CacheConfig, GenerateConfig, build
 from bitkv_dist.engine import Engine
-from bitkv_dist.parallel.placement import owner
+from bitkv_dist.placement import owner
 from bitkv_dist.plan import memory
 from bitkv_dist.plan.memory import Job, dense_page, every_rank, packed_page, prefill_peak, shares
 from bitkv_dist.plan.models import MODELS, built_in, from_config

@@ -8,7 +8,7 @@ import torch
 from bitkv_dist import model
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
 from bitkv_dist.engine import Engine
-from bitkv_dist.parallel.placement import owned_granules, owner
+from bitkv_dist.placement import owned_granules, owner
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 
 SMALL = {"page_tokens": 64, "sink_tokens": 64, "recent_tokens": 70}

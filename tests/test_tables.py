@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from bitkv_dist import placement
 from bitkv_dist.cache import PackedCache, Shard
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels import dispatch
-from bitkv_dist.parallel import placement
 
 PAGE, SINK, RECENT, DIM = 64, 64, 32, 16
 CONFIG = CacheConfig(key_bits=1, value_bits=1, page_tokens=PAGE, sink_tokens=SINK, recent_tokens=RECENT)

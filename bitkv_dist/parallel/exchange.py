@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bitkv_dist.kernels.reference import exp2
-from bitkv_dist.parallel.placement import residue_count, residues, slots
 from bitkv_dist.partial import Partial, empty, root
+from bitkv_dist.placement import residue_count, residues, slots
 
 if TYPE_CHECKING:
     from bitkv_dist.parallel.mesh import Mesh

@@ -10,12 +10,12 @@ from functools import cache, cached_property
 
 import torch
 
+from bitkv_dist import placement
 from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
-from bitkv_dist.parallel import placement
 from bitkv_dist.partial import lane_width
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
