@@ -50,7 +50,8 @@ def test_what_is_a_fault():
         "print([len(faults(good | bad)) for bad in ({}, {'spills': 1}, {'load_bits': 32}, {'mma': 0}, "
         "{'mma': 0, 'load_bits': 8, 'kernel': 'refine'}, {'mma': 0, 'kernel': 'decode'})])"
     )
-    done = subprocess.run([sys.executable, "-c", judge], cwd=REPORT.parent, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(REPORT.parent)}
+    done = subprocess.run([sys.executable, "-c", judge], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[0, 1, 1, 1, 0, 1]", done.stderr
 
 

@@ -18,9 +18,9 @@ GRANULE_BYTES = 2 * SMALL["kv-heads"] * SMALL["head-dim"] * 512 * 4  # keys and 
 @pytest.fixture(scope="module")
 def found():
     flags = [str(word) for name, value in SMALL.items() for word in (f"--{name}", value)]
-    ended = run_command(
-        [sys.executable, ROOT / "benchmarks" / "decode_1m.py", *flags, "--tokens", str(TOKENS), "--appends", "256"]
-    )
+    script = ROOT / "benchmarks" / "decode_1m.py"
+    argv = [sys.executable, script, *flags, "--tokens", str(TOKENS), "--appends", "256"]
+    ended = run_command(argv, PYTHONPATH=str(script.parent))  # also under PYTHONSAFEPATH
     assert ended.status == 0, ended.err
     return json.loads(ended.out.splitlines()[-1])["runs"]
 

@@ -21,7 +21,7 @@ def found(tmp_path_factory):
     flags = [str(word) for name, value in SMALL.items() for word in (f"--{name}", value)]
     flags += ["--ranks", "1,2", "--tokens", str(TOKENS), "--steps", "3"]
     flags += ["--plot", str(place / "x.png"), "--json", str(place / "x.json")]
-    ended = run_command([sys.executable, SCRIPT, *flags])
+    ended = run_command([sys.executable, SCRIPT, *flags], PYTHONPATH=str(SCRIPT.parent))  # also under PYTHONSAFEPATH
     assert ended.status == 0, ended.err
     assert (place / "x.png").read_bytes()[:4] == b"\x89PNG" and (place / "x.json").read_text() in ended.out
     return json.loads(ended.out.splitlines()[-1]) | {"out": ended.out}

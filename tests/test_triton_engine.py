@@ -94,6 +94,7 @@ def test_tokens_and_bytes_are_those_of_the_reference(llama):
     found, wanted = alone("triton", llama, CODECS["4bit"], PROMPTS), reference_of(llama, "4bit")
     assert found.kernel == {
         "backend": "triton", "reason": "asked for, Triton's interpreter", "weights": "float32", "graph": False,
+        "dense": "torch (no compiled kernels for the device)",
     }  # fmt: skip
     assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
     torch.testing.assert_close(found.logits, wanted.logits, atol=5e-2, rtol=0)
