@@ -35,6 +35,7 @@ def followed(mesh, folder):
     return found
 
 
+@pytest.mark.slow
 def test_ranks_follow_rank_0_whatever_their_own_logits(tmp_path):
     import tiny
 

@@ -222,6 +222,7 @@ def test_a_conversation_goes_on(model, tmp_path):
     assert simulated.run(2, other_run)[0] == tokens
 
 
+@pytest.mark.slow
 def test_real_ranks_and_tensor_parallelism(model, tmp_path):
     """Two real ranks as tp 2 and as sp 2 load what one has saved, and one what they have: KV heads are global."""
     run = saved_at(1, model, tmp_path / "one")
