@@ -120,7 +120,8 @@ class Engine:
         lengths = [len(history) + len(prompt) for history, prompt in zip(begun, prompts, strict=True)]
         with torch.inference_mode(), self.saying_what_fits(lengths):
             started = time.perf_counter()
-            held = self.cached_tokens() + sum(map(len, self.pending)) if keep or fill else 0
+            waiting = (pending for sequence, pending in enumerate(self.pending) if keep or sequence not in self.ended)
+            held = self.cached_tokens() + sum(map(len, waiting)) if keep or fill else 0
             fill = fill or (self.append if keep else self.begin)
             logits = fill(prompts, on_prefill or ignore)
             if on_filled is not None:
@@ -205,6 +206,10 @@ class Engine:
         """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
         if self.config.prefill != "auto":
             return self.config.prefill
+        try:
+            self.fitting_heads(prompts)
+        except ValueError:
+            return "packed"
         free = self.mesh.gather_objects(self.room_bytes)
         return fitting_prefill(self.job(list(map(len, prompts)), "exact"), self.mesh.tp, self.mesh.sp, free)
 
@@ -361,6 +366,7 @@ class Engine:
         tokens = min(cache.sink_rounded + cache.recent_tokens + 2 * cache.page_tokens, self.model.max_positions - 2)
         self.generate([[0] * tokens] * self.mesh.sp)  # the first granule of sequence b is rank b's
         self.config, self.cache, self.graph = config, None, None
+        self.exchanged_bytes = self.exchanged_steps = 0
 
 
 @contextmanager

@@ -234,6 +234,7 @@ class PackedLayer:
                 rows = state.prompt.read(0, stop, heads)
                 if own and own[0] == sequence:
                     found.append(causal_attention(q[heads], *rows[:, :, : own[1] + own[2]], scaling))
+                del rows  # before the next ones come
         if not own:
             return None
         state, end = self.states[own[0]], own[1] + own[2]

@@ -184,7 +184,7 @@ def load(
     config = checkpoint.read_config(source)  # as written by the conversion, so that the first run equals all later ones
     kept = _kept_dtype(place, config, dtype, device, weights, split)
     module = _read_weights(source, place, config, kept if split.parts == 1 else "auto")
-    fingerprint = fingerprint_of(module)
+    fingerprint = fingerprint_of(module, kept)
     shards = shard(module, ranks, head_dim_of(config), kept) if split.parts > 1 else None
     module.to(device)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -240,11 +240,11 @@ def max_positions_of(config: PreTrainedConfig) -> int:
     return positions
 
 
-def fingerprint_of(module: PreTrainedModel) -> int:
+def fingerprint_of(module: PreTrainedModel, kept: torch.dtype | None = None) -> int:
     """64 bits over the configuration and, for each parameter, name, shape and a few blocks of its values.
 
     Reads a handful of pages per parameter, so memory-mapped weights stay on disk. Values are hashed as float32: a bfloat16
-    checkpoint has the same fingerprint whether it runs in bfloat16 or in float32.
+    checkpoint has the same fingerprint whether it runs in bfloat16 or in float32. kept: what they are going to be rounded to.
     """
     config = {key: kept for key, kept in module.config.to_dict().items() if key not in _VOLATILE_CONFIG}
     digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
@@ -253,7 +253,8 @@ def fingerprint_of(module: PreTrainedModel) -> int:
         flat = parameter.detach().reshape(-1)
         last = max(0, flat.numel() - _FINGERPRINT_BLOCK)
         for start in sorted({last * block // (_FINGERPRINT_BLOCKS - 1) for block in range(_FINGERPRINT_BLOCKS)}):
-            digest.update(flat[start : start + _FINGERPRINT_BLOCK].float().cpu().numpy().tobytes())
+            block = flat[start : start + _FINGERPRINT_BLOCK]
+            digest.update(block.to(kept or block.dtype).float().cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big")
 
 
@@ -300,6 +301,8 @@ def _read_weights(source: str, place, config: PreTrainedConfig, dtype: torch.dty
     """from_pretrained maps weights that already have `dtype` (measured: nothing private, nothing read) and copies only
     converted ones; "auto": what they are stored in."""
     attention.register()
+    if dtype == "auto":
+        config.dtype = None  # else transformers takes what config.json says, whatever the files hold
     if hasattr(config, "sliding_window"):
         config.sliding_window = None  # `check` let it pass, so it hides nothing; attention refuses to see one
     try:

@@ -77,6 +77,7 @@ class Prompt:
                     begin, end = max(start, granule * GRANULE_TOKENS), min(stop, (granule + 1) * GRANULE_TOKENS)
                     shift = place * GRANULE_TOKENS - granule * GRANULE_TOKENS
                     found[:, :, begin - start : end - start] = received[:, :, begin + shift : end + shift]
+            del sent, received  # before the next ones come
         return found
 
     def pieces(self, start: int, stop: int, most: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -124,6 +125,7 @@ def fitting_heads(limit_bytes: float | None, lengths: Sequence[int], heads: tupl
         least = prompt_bytes(lengths, heads, ranks, count)
         if least <= limit_bytes:
             return count
+    least = min(least, prompt_bytes(lengths, heads, ranks, kv_heads))
     rule = f"keys and values of one layer take at least {math.ceil(least / 1e6) / 1e3:g} GB on a rank"
-    remedy = "give that, more sequence ranks, or --prefill packed"
+    remedy = "give that, more sequence ranks, or --prefill packed" if kv_heads > 1 else "give that, or --prefill packed"
     raise ValueError(f"generate.prefill_memory_gb {limit_bytes / 1e9:g}: {rule}; {remedy}")

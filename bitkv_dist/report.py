@@ -15,7 +15,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
     """The JSON object of a run (schema 1); collective, every rank calls it."""
     mesh, world = engine.mesh, engine.mesh.world
     kv = cache_report(engine)
-    shared, dtype = "helix" if mesh.split.helix else "replicated", str(engine.model.dtype).removeprefix("torch.")
+    dtype = str(engine.model.dtype).removeprefix("torch.")
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "schema": 1,
@@ -25,7 +25,7 @@ def report(engine: Engine, result: Result, texts: list[str] | None, load_s: floa
         "finish_reason": result.finish_reason,
         "prefill": engine.prefill,
         "world": {"size": world.size, "tp": mesh.tp, "sp": mesh.sp, "backend": world.backend, "device": str(world.device)},
-        "promise": promise.over_grids(dtype, engine.cache_config.codec, shared, mesh.exchange),
+        "promise": promise.over_grids(dtype, engine.cache_config.codec, mesh.split.layout, mesh.exchange),
         "exchange": exchange_report(engine),
         "kv": kv,
         "timing": {

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 FLAG = "checkpoint"
 # What makes it the same run, besides prompts, model and cache. Drawn seeds are kept in the checkpoint.
-SETTINGS = ("max_new_tokens", "ignore_eos", "temperature", "top_p", "top_k", "sampling_seed", "stop")
+SETTINGS = ("dtype", "weights", "prefill", "chunk", "max_new_tokens", "ignore_eos", "temperature", "top_p", "top_k",
+            "sampling_seed", "stop")  # fmt: skip
 
 
 class Checkpoints:
@@ -58,6 +59,10 @@ class Checkpoints:
             raise ValueError(f"{FLAG} {self._place}: a conversation is kept turn by turn, not token by token; {remedy}")
         if not prompts:
             raise ValueError(f"{FLAG} {self._place}: a checkpoint belongs to prompts; give --prompt or --prompt-file")
+        saved = self._config.generate.save_cache
+        if saved and Path(saved).expanduser().resolve() == self._place.expanduser().resolve():
+            rule = "is removed when the answer is complete, and --save-cache names it too"
+            raise ValueError(f"{FLAG} {self._place}: {rule}; give another folder")
         self._found = self._mesh.broadcast(self._checked(prompts, model) if self._mesh.world.rank == 0 else None)
         if self._found:
             sequences = self._found[1].sequences
@@ -88,7 +93,7 @@ class Checkpoints:
         if self._found is None:
             from bitkv_dist.snapshot.save import check_room
 
-            check_room(engine, self._place, list(map(len, prompts)), FLAG)
+            check_room(engine, self._place, list(map(len, prompts)), FLAG, copies=2)  # a new one beside the old
             return
         from bitkv_dist.engine import LENGTH, REASONS
         from bitkv_dist.snapshot.load import load
@@ -98,7 +103,8 @@ class Checkpoints:
         loaded = load(engine, folder, manifest, None if begun else prompts, self._progress, FLAG)
         most = max(map(len, self.answered))
         for sequence, answer in enumerate(self.answered):
-            if len(answer) < most:  # the others went on without it
+            full = begun and len(engine.histories[sequence]) >= engine.model.max_positions
+            if len(answer) < most or full:  # the others went on without it
                 engine.ended.setdefault(sequence, REASONS[LENGTH])
         self._fill = loaded.fill
         self._report["resumed_tokens"] = most
@@ -118,8 +124,13 @@ class Checkpoints:
         from bitkv_dist.snapshot.save import save
 
         started = time.perf_counter()
-        save(engine, self._place, logits, run=self.settings, what=FLAG)
-        self._report["saved"] += 1
+        try:
+            save(engine, self._place, logits, run=self.settings, what=FLAG)
+            self._report["saved"] += 1
+        except (ValueError, RuntimeError) as error:  # of any rank, on all of them
+            if logits is not None:
+                raise
+            self._say(f"bitkv: {error}; the run goes on")  # what it would lose is less than what it has
         self._report["save_s"] += time.perf_counter() - started
 
     def finish(self) -> None:

@@ -49,7 +49,7 @@ _SWITCHES = (
     ("--ignore-eos", "generate.ignore_eos", "go on after the end-of-sequence token"),
     ("--warmup", "generate.warmup", "run once before the timed run"),
     ("--digest", "generate.digest", "report a digest of all sealed bytes"),
-    ("--graph", "generate.graph", "replay decode steps as a CUDA graph; one rank with a GPU"),
+    ("--graph", "generate.graph", "replay decode steps as a CUDA graph; on one rank, or sequence ranks that talk through nccl"),
 )
 _PAIRS = (
     ("--chat", "generate.chat", "read a prompt as the user's turn of the chat template"),
@@ -162,7 +162,8 @@ class _Run:
                 texts.push(sequence, token)
 
         def filled(logits: torch.Tensor) -> None:
-            snapshots.filled(engine, logits)
+            if not any(checkpoints.answered):  # else it saved what there was before it was cut short
+                snapshots.filled(engine, logits)
             checkpoints.filled(engine, logits)
 
         fill = None if keep else checkpoints.fill or snapshots.fill

@@ -144,6 +144,35 @@ def test_a_snapshot_is_not_overwritten(run, tmp_path):
         run("--checkpoint", tmp_path / "mine")
 
 
+def test_a_snapshot_beside_it_is_that_of_the_prefill(run, cut, tmp_path):
+    """A run that goes on neither replaces it by a later state, nor removes it with the checkpoint."""
+    whole = run("--ignore-eos")
+    kept = ["--ignore-eos", "--checkpoint", tmp_path / "kept", "--checkpoint-every", 3, "--save-cache", tmp_path / "snap"]
+    cut(7, *kept)
+    assert run(*kept)["token_ids"] == whole["token_ids"]
+    assert run("--ignore-eos", "--load-cache", tmp_path / "snap")["token_ids"] == whole["token_ids"]
+    with pytest.raises(ValueError, match="--save-cache names it too; give another folder"):
+        run("--checkpoint", tmp_path / "snap", "--save-cache", tmp_path / "snap")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_reason_to_stop(run, monkeypatch, tmp_path, capsys):
+    from bitkv_dist.snapshot import save as saving
+
+    whole, write = run("--ignore-eos"), saving.write_tensors
+    calls = []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) > 2:  # the first checkpoint: pages and logits
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write_tensors", full)
+    found = run("--ignore-eos", "--checkpoint", tmp_path / "kept", "--checkpoint-every", 4)
+    assert found["token_ids"] == whole["token_ids"] and found["checkpoint"]["saved"] == 1
+    assert "what was there is unchanged: rank 0 failed (No space left on device); the run goes on" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_one_rank_goes_on_for_two_of_which_one_was_killed(run, folder, tmp_path):
     whole = run("--ignore-eos")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import simulated
 import torch
@@ -102,6 +105,26 @@ def test_helix_grids(folder, one_rank, tp, sp, prefill):
 def test_grids_with_all_reduce(folder, one_rank, tp, sp, layout):
     everyone = simulated.run(tp * sp, answers, folder, tp=tp, layout=layout, exchange="allreduce")
     check(everyone, one_rank)
+
+
+def weights(mesh, folder: str, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """The fingerprint of the model, and the logits of a decode step without a cache that matters."""
+    model = models.load(folder, dtype=dtype, device=mesh.world.device, ranks=mesh)
+    return model.fingerprint, model.head(model.embed(torch.tensor([[1, 2, 3]]))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("said", ["float32", "bfloat16"])
+def test_a_model_is_the_same_on_every_grid(folder, tmp_path, dtype, said):
+    """Whatever its configuration says about the type of its weights, which are float32."""
+    place = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"dtype": said}))
+    ((fingerprint, logits),) = simulated.run(1, weights, str(place), dtype)
+    for tp, layout in ((2, "replicated"), (1, "helix")):
+        for found, theirs in simulated.run(2, weights, str(place), dtype, tp=tp, layout=layout):
+            assert found == fingerprint
+            torch.testing.assert_close(theirs, logits, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 def packed_answers(mesh, folder: str) -> dict:

@@ -3,6 +3,7 @@ memory, and ranks that share a core wait for each other."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,7 +28,8 @@ def bind(place: Place, device: torch.device, threads: int) -> set[int] | None:
     cores = None if bound_already else choose(place, allowed, near, threads)
     if cores:
         for thread in map(int, os.listdir("/proc/self/task")):
-            os.sched_setaffinity(thread, cores)
+            with contextlib.suppress(ProcessLookupError):  # one that has ended meanwhile
+                os.sched_setaffinity(thread, cores)
     return cores
 
 

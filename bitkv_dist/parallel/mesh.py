@@ -202,8 +202,8 @@ class Mesh:
         return out.view(t.dtype).view(size, *t.shape)
 
     def _prepare(self, t: Tensor, group: dist.ProcessGroup | None, size: int) -> None:
-        """What comes before each collective on tensors."""
-        self._pulse.exchanges += 1
+        """What comes before each collective on tensors. Those of a TP group are not counted where others go on without it."""
+        self._pulse.exchanges += self.sp == 1 or group is not self._tp_group
         if self._check_shapes:
             described: list = [None] * size
             dist.all_gather_object(described, (tuple(t.shape), str(t.dtype)), group=group)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bitkv_dist.config import CacheConfig
-from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, free_of_sp
+from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, TURNED, free_of_sp
 from bitkv_dist.snapshot.folder import MANIFEST
 
 FORMAT, VERSION = "bitkv snapshot", 1
@@ -194,7 +194,9 @@ class Manifest:
         same = all(there[name] == value for name, value in here.items() if name != "sp" or not free)
         if same and (free or here["exchange"] != "allreduce"):
             return IDENTICAL
-        return CLOSE if here["dtype"] == there["dtype"] == "float32" else BYTES
+        if not here["dtype"] == there["dtype"] == "float32":
+            return BYTES
+        return CLOSE if self.cache["codec"] == "exact" else TURNED
 
 
 def plain(config: CacheConfig) -> dict[str, Any]:

@@ -152,14 +152,14 @@ class _Writer:
         return sum(file.bytes for file in files)
 
 
-def check_room(engine: Engine, folder: Path, lengths: list[int], what: str = "save-cache") -> None:
+def check_room(engine: Engine, folder: Path, lengths: list[int], what: str = "save-cache", copies: int = 1) -> None:
     """Refuse, before a long prefill, a folder without room for the sealed pages of prompts of these lengths; collective."""
     blank = PackedCache(engine.cache_config, engine.heads, 1)
     state = blank.layers[0].states[0]
     pages = sum(state.sealed_at(length) - state.sink for length in lengths) // engine.cache_config.page_tokens
     needed = pages * engine.model.kv_heads * sum(layer.codec.record_bytes for layer in blank.layers)
     place = folder.expanduser().resolve().parent
-    jointly(engine.mesh, f"{what} {folder}", lambda: require_space(place, needed), leader_only=True)
+    jointly(engine.mesh, f"{what} {folder}", lambda: require_space(place, copies * needed), leader_only=True)
 
 
 def require_space(place: Path, needed_bytes: int) -> None:
