@@ -41,7 +41,7 @@ def content_digest(origin: Origin, tensors: Mapping[str, torch.Tensor]) -> str:
     state = blake2b(json.dumps(asdict(origin) | {"digest": ""}, sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        state.update(tensor.cpu().contiguous().numpy().tobytes())
+        state.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bf16
     return state.hexdigest()
 
 
