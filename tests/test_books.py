@@ -1,6 +1,8 @@
 """Words of small integers: exact distances, ties, packed indices, stages; and the file that keeps them."""
 
 import json
+import os
+from pathlib import Path
 
 import calibrations
 import pytest
@@ -107,6 +109,20 @@ def test_a_file_says_what_it_is(tmp_path):
     tensors = codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
     assert tensors["K.words"].shape == (1, 2, 2, 1, 1024, 8) and tensors["K.weighted"].shape == (1, 2)
     assert tensors["K.channels"].sort(-1).values.tolist() == [[list(range(16))] * 2]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_is_for_whom_the_umask_says(tmp_path, mask):
+    """Also in a folder in which everybody may write, as /tmp."""
+    path = Path(calibrations.make(tmp_path, heads=1, dim=16))
+    tensors, origin = load_file(path), read_origin(str(path))
+    tmp_path.chmod(0o1777)
+    before = os.umask(mask)
+    try:
+        codebooks.save(path, origin, tensors)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_changed_file_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from hashlib import blake2b
@@ -32,7 +33,9 @@ def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Ori
     tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     origin = replace(origin, digest=content_digest(origin, tensors))
     save_file(tensors, path, {KEY: json.dumps(asdict(origin))})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes it for its owner alone, whatever the umask
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors writes it for its owner alone, whatever the umask
     return origin
 
 
