@@ -101,7 +101,7 @@ def shape_of(args: argparse.Namespace, layers: int) -> Shape:
 def layers_that_fit(args: argparse.Namespace, config: CacheConfig) -> int:
     """Whole layers, weights in bfloat16 and sealed pages, beside embedding and LM head."""
     projections = args.hidden * (2 * args.heads * args.head_dim + 2 * args.kv_heads * args.head_dim + 3 * args.intermediate)
-    page = layer_page(config, args.head_dim, torch.float32).stored
+    page = layer_page(config, args.head_dim, torch.float32, args.kv_heads).stored
     layer = 2 * projections + args.tokens // config.page_tokens * args.kv_heads * page
     room = args.memory_gib * 2**30 - 4 * args.vocabulary * args.hidden - ELSEWHERE_BYTES
     if room < layer:

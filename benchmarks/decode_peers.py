@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bitkv_dist.kernels import cpu
+
 GQA_ROWS = "sdpa-bf16"  # the fast way: the GQA group laid out as query rows; always among the peers
 PEERS = (GQA_ROWS, "sdpa-fp32", "sdpa-gqa-bf16", "matmul-bf16", "matmul-fp32", "hf-quantized")
 GROUP = 64  # elements per scale of the quantised peer, as in transformers' QuantizedCacheConfig
@@ -18,6 +20,11 @@ Attend = Callable[[torch.Tensor], torch.Tensor]
 def attend_rows(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """q [HK, 1, G, D] in base 2 -> natural units, [1, HK, G, D]: the GQA group laid out as query rows."""
     return (q * math.log(2)).squeeze(1).unsqueeze(0).to(dtype)
+
+
+def held(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in that dtype, in huge pages like the packed cache that it is compared with."""
+    return cpu.advise_huge_pages(torch.empty_like(x, dtype=dtype)).copy_(x)
 
 
 class GroupQuantized:
@@ -35,7 +42,7 @@ class GroupQuantized:
         self.low = low.to(torch.bfloat16)
         codes = ((groups - low) / self.scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)
         parts = codes.unflatten(-1, (-1, 8 // bits)).unbind(-1)
-        self.packed = sum(part << (bits * i) for i, part in enumerate(parts))
+        self.packed = held(sum(part << (bits * i) for i, part in enumerate(parts)), torch.uint8)
 
     def read(self) -> torch.Tensor:
         mask = 2**self.bits - 1
@@ -52,7 +59,7 @@ def make(name: str, shape: tuple[int, int, int], bits: int, seed: int) -> Attend
         return lambda q: F.scaled_dot_product_attention(attend_rows(q, torch.bfloat16), keys.read(), values.read(), scale=1.0)
     way, dtype = name.rsplit("-", 1)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    k, v = k.to(dtype), v.to(dtype)
+    k, v = held(k, dtype), held(v, dtype)
 
     def run(q: torch.Tensor) -> torch.Tensor:
         rows = attend_rows(q, dtype)

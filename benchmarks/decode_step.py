@@ -35,7 +35,7 @@ from bitkv_dist import checkpoint, model, report
 from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
-from bitkv_dist.kernels import dispatch
+from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu import dense
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer
@@ -195,8 +195,9 @@ def breakdown(ours: Ours, steps: int) -> dict[str, float]:
 
 
 def stream_gb_s(threads: int) -> float:
-    """Streaming read rate of this many threads: a sum over a tensor far larger than the cache, best of seven."""
-    data = torch.ones(1 << 28, dtype=torch.int8).view(torch.int64)
+    """Streaming read rate of this many threads: a sum over a tensor far larger than the cache, best of seven; in huge pages,
+    as the packed cache is."""
+    data = cpu.advise_huge_pages(torch.empty(1 << 28, dtype=torch.int8)).fill_(1).view(torch.int64)
     times = []
     for _ in range(7):
         started = time.perf_counter()

@@ -63,10 +63,11 @@ def _read(path: str, modified_ns: int, size: int) -> Origin:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length < min(size, MOST_HEADER_BYTES) else {}
         found = json.loads(header["__metadata__"][KEY])
+        version = found["version"]
+        if version == VERSION:
+            return Origin(**found | {"texts": tuple(found["texts"])})
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); make it with bitkv calibrate") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError("is not a calibration file; make one with bitkv calibrate") from None
-    if found.get("version") != VERSION:
-        raise ValueError(f"is of version {shown(found.get('version'))}, this program reads {VERSION}; calibrate again")
-    return Origin(**found | {"texts": tuple(found["texts"])})
+    raise ValueError(f"is of version {shown(version)}, this program reads {VERSION}; calibrate again")

@@ -126,7 +126,8 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
     place = {"device": mesh.world.device, "weights": config.generate.weights}
     model = models.load(config.generate.model, dtype=dtype, progress=bar, **place)
     how = Fit(asked.codec, asked.form, asked.vectors, asked.iterations, asked.seed)
-    rope, rank, size = rope_of(model, GRANULE_TOKENS), mesh.world.rank, mesh.world.size
+    rope = rope_of(model, GRANULE_TOKENS, torch.device("cpu"))  # where the fit is, wherever the model
+    rank, size = mesh.world.rank, mesh.world.size
     found: list[tuple[dict, dict]] = []
     mine: list[tuple[dict, dict] | None] = [None]
 

@@ -1,6 +1,8 @@
 """Words of small integers: exact distances, ties, packed indices, stages; and the file that keeps them."""
 
 import json
+import os
+from pathlib import Path
 
 import calibrations
 import pytest
@@ -109,14 +111,28 @@ def test_a_file_says_what_it_is(tmp_path):
     assert tensors["K.channels"].sort(-1).values.tolist() == [[list(range(16))] * 2]
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_is_for_whom_the_umask_says(tmp_path, mask):
+    """Also in a folder in which everybody may write, as /tmp."""
+    path = Path(calibrations.make(tmp_path, heads=1, dim=16))
+    tensors, origin = load_file(path), read_origin(str(path))
+    tmp_path.chmod(0o1777)
+    before = os.umask(mask)
+    try:
+        codebooks.save(path, origin, tensors)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
 def test_a_changed_file_is_refused(tmp_path):
     path = calibrations.make(tmp_path, heads=1, dim=16)
     tensors, origin = load_file(path), read_origin(path)
-    tensors["V.unit"] = tensors["V.unit"] * 2
-    header = json.dumps(origin.__dict__)
-    save_file(tensors, path, {KEY: header})
-    with pytest.raises(ValueError, match=r"calibration '.*': was changed after it was written; calibrate again"):
-        codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
+    unit = tensors["V.unit"]
+    for changed in (unit * 2, unit.bfloat16()):
+        save_file(tensors | {"V.unit": changed}, path, {KEY: json.dumps(origin.__dict__)})
+        with pytest.raises(ValueError, match=r"calibration '.*': was changed after it was written; calibrate again"):
+            codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
 
 
 def test_what_is_no_calibration_file_is_refused(tmp_path):
@@ -125,6 +141,12 @@ def test_what_is_no_calibration_file_is_refused(tmp_path):
         read_origin(str(path))
     for content in (b"", b"hello, this is text", (1 << 60).to_bytes(8, "little"), b"\x02\0\0\0\0\0\0\0{}"):
         path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a calibration file; make one with bitkv calibrate"):
+            read_origin(str(path))
+    whole = read_origin(calibrations.make(tmp_path, heads=1, dim=16)).__dict__
+    for number, said in enumerate(([], 5, "x", {}, {"version": 1}, {"version": 1, "texts": 5}, whole | {"more": 1})):
+        path = tmp_path / f"{number}.safetensors"
+        save_file({"x": torch.zeros(1)}, path, {KEY: json.dumps(said)})
         with pytest.raises(ValueError, match="is not a calibration file; make one with bitkv calibrate"):
             read_origin(str(path))
     save_file({"x": torch.zeros(1)}, path, {KEY: json.dumps({"version": 99})})

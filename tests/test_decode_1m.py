@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 from ranks import ROOT, run_command
 
+from bitkv_dist.config import build
 from bitkv_dist.sealed import GROWTH_GRANULES
 
 SMALL = {"layers": 2, "hidden": 128, "intermediate": 128, "vocabulary": 256, "heads": 4, "kv-heads": 2, "head-dim": 64}
@@ -53,3 +56,15 @@ def test_an_append_costs_the_same_everywhere(found):
     for run in found.values():
         short, full = (run["append_ms"][name]["median"] for name in ("short", "full"))
         assert 1 / 3 < full / short < 3
+
+
+def test_whole_layers_fit_into_the_memory(monkeypatch):
+    """Llama-3.1-8B's, by hand: 436 MB of weights a layer, and the caches' 1.375 and 4.5 bits for each of 2^31 numbers."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    layers_that_fit = runpy.run_path(str(ROOT / "benchmarks" / "decode_1m.py"))["layers_that_fit"]
+    shape = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336, "vocabulary": 4096}
+    asked = SimpleNamespace(tokens=1 << 20, memory_gib=6.0, **shape)
+    assert [layers_that_fit(asked, build(preset, {}).cache) for preset in ("1bit", "tiered4")] == [7, 3]
+    asked.memory_gib = 1.0
+    with pytest.raises(ValueError, match=r"memory-gib 1: a layer takes 0\.72 GiB; give more or fewer tokens"):
+        layers_that_fit(asked, build("1bit", {}).cache)

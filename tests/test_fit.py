@@ -1,6 +1,7 @@
 """What a calibration is made of: received attention, matched channels, k-means, and the order in which stages are trained."""
 
 import itertools
+from types import SimpleNamespace
 
 import calibrations
 import numpy as np
@@ -12,7 +13,7 @@ from bitkv_dist.fit.books import Fit, Tokens, fit_layer
 from bitkv_dist.fit.importance import importance, weights
 from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import best_pairs, group_channels, volumes
-from bitkv_dist.fit.sample import turned, unturned
+from bitkv_dist.fit.sample import rope_of, turned, unturned
 
 DIM = 16
 
@@ -190,3 +191,12 @@ def test_lost_energy_is_alike_in_a_pair():
     found = fits.channel_losses(torch.randn(2, 50, 12), 4)
     assert torch.equal(found[:, :4], found[:, 4:8]) and not torch.equal(found[:, 8:10], found[:, 10:])
     assert all(itertools.chain((found > 0).flatten().tolist()))
+
+
+def test_a_fit_has_its_rope_on_the_cpu():
+    """Wherever the model is: a stand-in on the meta device keeps its own tables there."""
+    rotary = SimpleNamespace(inv_freq=torch.rand(8), attention_scaling=1.0)
+    model = SimpleNamespace(module=SimpleNamespace(model=SimpleNamespace(rotary_emb=rotary)), device=torch.device("meta"))
+    for device, wanted in ((None, "meta"), (torch.device("cpu"), "cpu")):
+        rope = rope_of(model, 64, device)
+        assert {table.device.type for table in (*rope.pages, *rope.places)} == {wanted}

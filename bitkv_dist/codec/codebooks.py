@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from hashlib import blake2b
@@ -32,7 +33,9 @@ def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Ori
     tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     origin = replace(origin, digest=content_digest(origin, tensors))
     save_file(tensors, path, {KEY: json.dumps(asdict(origin))})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors writes it for its owner alone, whatever the umask
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors writes it for its owner alone, whatever the umask
     return origin
 
 
@@ -41,7 +44,7 @@ def content_digest(origin: Origin, tensors: Mapping[str, torch.Tensor]) -> str:
     state = blake2b(json.dumps(asdict(origin) | {"digest": ""}, sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        state.update(tensor.cpu().contiguous().numpy().tobytes())
+        state.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bf16
     return state.hexdigest()
 
 

@@ -18,7 +18,8 @@ HELD_OUT = 8  # every so many-th part of a window, its last, teaches nothing and
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of text in one layer, from position 0, fp32: q [HK, G, n, D], k and v [HK, n, D]; q and k before RoPE."""
+    """A stretch of text in one layer, from position 0: q [HK, G, n, D], k and v [HK, n, D], fp32, on the CPU wherever the model
+    is; q and k before RoPE."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -71,15 +72,16 @@ def walk(model: ServedModel, windows: Sequence[list[int]], visit: Callable[[int,
         progress(index + 1, model.layers)
 
 
-def rope_of(model: ServedModel, page_tokens: int) -> Rope:
+def rope_of(model: ServedModel, page_tokens: int, device: torch.device | None = None) -> Rope:
+    """With its tables on `device`; None = the model's."""
     rotary = model.module.model.rotary_emb
-    return Rope(rotary.inv_freq.float().cpu(), float(rotary.attention_scaling), page_tokens, model.device)
+    return Rope(rotary.inv_freq.float().cpu(), float(rotary.attention_scaling), page_tokens, device or model.device)
 
 
 def window(rope: Rope, heard: _Listener) -> Window:
     q = torch.cat(heard.q, 2)
     unturned_q = unturned(rope, q.flatten(0, 1).float()).view(q.shape)
-    return Window(unturned_q, unturned(rope, heard.k.float()), heard.v.float(), heard.scaling)
+    return Window(unturned_q.cpu(), unturned(rope, heard.k.float()).cpu(), heard.v.float().cpu(), heard.scaling)
 
 
 def unturned(rope: Rope, x: torch.Tensor) -> torch.Tensor:

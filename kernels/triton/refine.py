@@ -151,7 +151,7 @@ def refine(
         turn_page = tl.minimum(turn * SETS + wide // (8 * WIDTH), PAGES - 1)
         wide_dim = wide % (8 * WIDTH) // WIDTH * BYTES + wide % WIDTH
         at = granule + (turn_page * heads + head).to(tl.int64) * RECORD + VALUE_CENTROID
-        centroid = by_row(halves(at, wide_dim), SETS, GROUP)
+        centroid = by_row(halves(at, wide_dim, None if WIDTH == BYTES else wide % WIDTH < BYTES), SETS, GROUP)
         o += tl.where(mass > 0, centroid * mass, 0.0)  # without mass the page may not be sealed, its centroid be anything
 
     if VALUE_LOW_BITS > 0:
