@@ -1,6 +1,7 @@
 """Codecs of calibrated codebooks: bytes of a page, what they stand for, attention over them, and who may read which file."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import calibrations
@@ -255,3 +256,7 @@ def test_a_plan_counts_the_books(served):
     assert rank_bytes(job, 1, 1).total - rank_bytes(job, 1, 1).books == sum(
         getattr(rank_bytes(job, 1, 1), part) for part in ("weights", "cache", "exact", "prefill_peak")
     )
+    shape = replace(job.shape, heads=12, kv_heads=4)
+    whole = rank_bytes(Job(shape, config, 4096, page=page), 1, 1).books
+    shares = [rank_bytes(Job(shape, config, 4096, page=page), tp, 1).books / whole for tp in (2, 4, 12)]
+    assert shares == [1 / 2, 1 / 4, 1 / 4]  # beyond a rank for each KV head the ranks hold copies
