@@ -87,7 +87,8 @@ def measure(args: argparse.Namespace, config: CacheConfig, rate_gb_s: float) -> 
     shape = from_config("model", model.config, model.head_dim, model.max_positions)
     planned = rank_bytes(Job(shape, config, args.tokens + new_tokens, dtype=torch.float32), 1, 1)
     found["planned_cache_bytes"] = planned.cache + planned.exact
-    found |= decode(engine, args.new_tokens, weights, rate_gb_s)
+    table = model.module.get_input_embeddings().weight  # not tied; a step looks up a row of it
+    found |= decode(engine, args.new_tokens, weights - table.nbytes, rate_gb_s)
     short = filled_engine(model, config, mesh, [SHORT_TOKENS], args.appends)
     found["append_ms"] = appends({"short": short, "full": engine}, args.appends)
     found["growth"] = growth(engine)

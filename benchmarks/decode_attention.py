@@ -123,7 +123,12 @@ class Ours:
 
 
 def packed_cache(records: torch.Tensor, granules: int) -> torch.Tensor:
-    """`granules` granules of a few distinct ones [n, ...], in the engine's store: their content does not change the work."""
+    """`granules` granules of a few distinct ones [n, ...], in the engine's store.
+
+    What is read does not depend on their content. The work of the AVX-512 kernel does a little: blocks of 16 tokens whose
+    weights are all 0 are skipped, and blocks in which four weights exceed 254 together take a second lookup. The latter are
+    .7 % for scores of standard deviation 1 nat, as here, and 93 % for .25 nats; for 8 nats they are none, and 57 % are skipped.
+    """
     store = SealedStore(*records.shape[1:], records.device)
     store.reserve(granules)
     cache = store.slabs[0]

@@ -1,5 +1,6 @@
 """An engine whose cache is full without a prefill: a random model of a given attention shape, and random keys and values of
-which a few granules per layer are encoded and the others are copies. Content changes neither the work nor the bytes."""
+which a few granules per layer are encoded and the others are copies. Content changes no bytes, and the work a little: see
+`packed_cache` in decode_attention.py."""
 
 from __future__ import annotations
 

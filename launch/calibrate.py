@@ -84,11 +84,14 @@ def _check(asked: argparse.Namespace) -> None:
     for name, lowest in least.items():
         if getattr(asked, name) < lowest:
             raise ValueError(f"{name} {getattr(asked, name)}: must be at least {lowest} for codec {asked.codec}; leave it out")
+    if not 0 <= asked.seed < 2**63:
+        raise ValueError(f"seed {asked.seed}: must be between 0 and {2**63 - 1}; leave it out")
 
 
 def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     """The texts, each cut to its share of --tokens; ValueError where they are too short to fit anything."""
     from bitkv_dist import checkpoint, text
+    from bitkv_dist.fit.sample import taught
 
     raw = [(Path(path).name, text.read_prompt_file(path)) for path in asked.text]
     tokenizer = checkpoint.read_tokenizer(checkpoint.localise(config.generate.model, bar))
@@ -97,10 +100,10 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
         Text(name, blake2b(content.encode(), digest_size=8).hexdigest(), text.encode_prompt(tokenizer, content)[:share])
         for name, content in raw
     ]
-    usable = sum(len(window) for window in windows_of(texts, asked.window))
-    if usable < LEAST_TOKENS[asked.codec]:
-        rule = f"{usable} tokens in all, codec {asked.codec} is fitted to at least {LEAST_TOKENS[asked.codec]}"
-        raise ValueError(f"text {' '.join(asked.text)}: {rule}; give more text")
+    teach = sum(taught(len(window)) for window in windows_of(texts, asked.window))
+    if teach < LEAST_TOKENS[asked.codec]:
+        rule = f"{teach} tokens in all that teach, codec {asked.codec} is fitted to at least {LEAST_TOKENS[asked.codec]}"
+        raise ValueError(f"text {' '.join(asked.text)}: {rule}; give more text or --tokens")
     return texts
 
 

@@ -1,6 +1,7 @@
 """Codecs of calibrated codebooks: bytes of a page, what they stand for, attention over them, and who may read which file."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import calibrations
@@ -8,11 +9,13 @@ import pytest
 import simulated
 import tiny
 import torch
+from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import CacheConfig, GenerateConfig, build
 from bitkv_dist.engine import Engine
+from bitkv_dist.fit.straight_through import straight_through
 from bitkv_dist.plan.memory import Job, packed_page, rank_bytes
 from bitkv_dist.plan.models import MODELS
 
@@ -91,7 +94,7 @@ def test_a_rank_with_some_of_the_heads_stores_the_same(files):
     """Tensor parallelism, which only the codec without a common scale is served with."""
     k, v = calibrations.keys(HEADS, 2, DIM, seed=9)
     whole = named(files, "residual")
-    part = make_codec(config_of(files["residual"], "residual"), HeadShape(1, 1, 1, DIM, torch.float32), 0)
+    part = make_codec(config_of(files["residual"], "residual"), HeadShape(1, 1, 1, DIM, torch.float32, fingerprint="0" * 16), 0)
     records = part.encode(k[:, 1:], v[:, 1:], [0, 1])
     assert torch.equal(records, whole.encode(k, v, [0, 1])[:, 1:])
     assert torch.equal(part.decode(records)[0], whole.decode(whole.encode(k, v, [0, 1]))[0][:, 1:])
@@ -188,10 +191,25 @@ def test_another_models_file_is_refused(served, files):
     heads = HeadShape(1, 0, 2, 16, torch.float32, fingerprint=f"{loaded.fingerprint:016x}")
     with pytest.raises(ValueError, match=r"was made for made-up with fingerprint 0{16}, this model's is .*; calibrate"):
         make_codec(config_of(files["tailored"]), heads, 0)
+    for other in (HeadShape(1, 0, 1, DIM, torch.float32), HeadShape(1, 1, 2, DIM, torch.float32, fingerprint="0" * 16)):
+        with pytest.raises(ValueError, match=r"cache\.calibration '.*': was made for 2 KV heads; calibrate with this model"):
+            make_codec(config_of(files["residual"], "residual"), other, 0)
     with pytest.raises(ValueError, match=r"made-up, whose layers are 1; this model's are 2; calibrate with this model"):
         config_of(files["tailored"]).check_model(2, DIM)
     with pytest.raises(ValueError, match=r"whose head_dim are 32; this model's are 64"):
         config_of(files["tailored"]).check_model(1, 64)
+
+
+def test_training_takes_the_file_of_its_model_alone(served):
+    folder, files = served
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([tiny.prompt(256)])
+    with torch.no_grad(), straight_through(module, config_of(files["residual"], "residual")):
+        assert torch.isfinite(module(ids, use_cache=False).logits).all()
+    module.lm_head.weight.data += 1
+    refused = pytest.raises(ValueError, match=r"with fingerprint .*, this model's is .*; calibrate with this model")
+    with refused, straight_through(module, config_of(files["residual"], "residual")):
+        pass
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -238,3 +256,7 @@ def test_a_plan_counts_the_books(served):
     assert rank_bytes(job, 1, 1).total - rank_bytes(job, 1, 1).books == sum(
         getattr(rank_bytes(job, 1, 1), part) for part in ("weights", "cache", "exact", "prefill_peak")
     )
+    shape = replace(job.shape, heads=12, kv_heads=4)
+    whole = rank_bytes(Job(shape, config, 4096, page=page), 1, 1).books
+    shares = [rank_bytes(Job(shape, config, 4096, page=page), tp, 1).books / whole for tp in (2, 4, 12)]
+    assert shares == [1 / 2, 1 / 4, 1 / 4]  # beyond a rank for each KV head the ranks hold copies

@@ -61,7 +61,8 @@ def tensors_of(path: str, digest: str, device: torch.device) -> dict[str, torch.
 
 
 class LayerBooks:
-    """What one layer and rank needs of the file of `config`."""
+    """What one layer and rank needs of the file of `config`. ValueError for the file of another model; without a fingerprint
+    the heads must be all of the model's."""
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.origin = config.origin
@@ -69,6 +70,10 @@ class LayerBooks:
             made = f"was made for {self.origin.model} with fingerprint {self.origin.fingerprint}"
             rule = f"{made}, this model's is {heads.fingerprint}"
             raise ValueError(f"cache.calibration {config.calibration!r}: {rule}; calibrate with this model and --dtype")
+        there, end = self.origin.kv_heads, heads.first_kv_head + heads.kv_heads
+        if end > there or (heads.fingerprint is None and heads.kv_heads != there):  # a rank with a part of them knows its model
+            rule = f"was made for {there} KV heads; calibrate with this model"
+            raise ValueError(f"cache.calibration {config.calibration!r}: {rule}")
         found = tensors_of(config.calibration, config.calibration_digest, heads.device)
         own = slice(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
         self.inv_freq = found["inv_freq"]

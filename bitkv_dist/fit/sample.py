@@ -29,7 +29,12 @@ class Window:
     @property
     def taught(self) -> int:
         """The tokens before it teach, the others are held out."""
-        return self.k.shape[1] - self.k.shape[1] // HELD_OUT
+        return taught(self.k.shape[1])
+
+
+def taught(tokens: int) -> int:
+    """How many of a window's tokens teach, its first."""
+    return tokens - tokens // HELD_OUT
 
 
 class _Listener:

@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
 from bitkv_dist.config import CacheConfig
+from bitkv_dist.model import fingerprint_of
 
 NAME = "bitkv_straight_through"
 
@@ -22,12 +23,15 @@ def straight_through(model: PreTrainedModel, config: CacheConfig) -> Iterator[No
     """Inside, every attention of a transformers model sees keys and values as `config` would seal them, from position 0 on; a
     last page that is not full, and the sink, stay exact. Queries see even their newest keys by code: harder than decoding.
 
-    Rows of a batch are whole sequences without padding. Attention dropout and caches are refused.
+    Rows of a batch are whole sequences without padding. Attention dropout and caches are refused, and a calibration of other
+    weights than those at entry.
     """
     shape = model.config
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     parameter = next(model.parameters())
-    heads = HeadShape(shape.num_hidden_layers, 0, shape.num_key_value_heads, dim, parameter.dtype, parameter.device)
+    sizes = shape.num_hidden_layers, 0, shape.num_key_value_heads, dim
+    fingerprint = f"{fingerprint_of(model):016x}" if config.calibration else None
+    heads = HeadShape(*sizes, parameter.dtype, parameter.device, fingerprint=fingerprint)
     config.check_model(shape.num_hidden_layers, dim)
     codecs = [make_codec(config.for_layer(index), heads, index) for index in range(shape.num_hidden_layers)]
 

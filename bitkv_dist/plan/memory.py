@@ -140,11 +140,12 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     exact = job.batch * shape.layers * 2 * heads * exact_rows(config) * shape.head_dim * element
     reserved = shares(job, sp, reserved_granules(config, job.context) * GRANULE_TOKENS)
     sealed = sealed_shares(job, sp)
+    books = job.page_bytes.books * heads // shape.kv_heads
     found = []
     for rank, prompt in enumerate(shares(job, sp, job.context)):
         cache = reserved[rank] // GRANULE_TOKENS * granule
         slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
-        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, job.page_bytes.books // tp))
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, books))
     return found
 
 
