@@ -6,7 +6,7 @@ Registers, spills, shared memory, widths of loads and instruction counts are fac
 kernel is a prediction from them. Exits 1 when a kernel spills, or when `decode`, `tail` or `scan` loads code planes narrower
 than 64 bits or does without tensor cores.
 
-    python benchmarks/aot_report.py --jobs 2 --json aot.json          half an hour on two cores; what is compiled is kept
+    python benchmarks/aot_report.py --jobs 2 --json aot.json          what is compiled is kept
     python benchmarks/aot_report.py --arch sm_90 --dim 128 --kernel decode
 
 Spills are those to memory; scalar registers of AMD that do not fit stay in lanes of vector registers and are counted apart

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from decode_attention import stream_gb_s
 from filled import CPU, Shape, filled_engine, random_model
 from prefill_memory import Live, resident_bytes, storages
+from streaming import stream_gb_s
 
 from bitkv_dist.cache import Step
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, ParallelConfig, build
@@ -48,7 +48,7 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        rate = stream_gb_s(args.threads)
+        rate = stream_gb_s()
         print(f"{dispatch.backend(CPU)[0]}, {args.threads} thread(s), {rate:.1f} GB/s streamed")
         runs = {name: measure(args, build(name, {}).cache, rate) for name in args.configs}
     for name, run in runs.items():

@@ -29,6 +29,7 @@ from pathlib import Path
 import decode_peers
 import torch
 import torch.nn.functional as F
+from streaming import stream_gb_s
 
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig
@@ -76,18 +77,6 @@ def parse() -> argparse.Namespace:
         whole = -(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS
         parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {whole}")
     return args
-
-
-def stream_gb_s(threads: int) -> float:
-    """Streaming read rate of this many threads: a sum over a tensor far larger than the cache, best of seven; in huge pages,
-    as the packed cache is."""
-    data = cpu.advise_huge_pages(torch.empty(1 << 28, dtype=torch.int8)).fill_(1).view(torch.int64)
-    times = []
-    for _ in range(7):
-        started = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - started)
-    return data.numel() * 8 / min(times) / 1e9
 
 
 class Ours:
@@ -219,7 +208,7 @@ def compare(args: argparse.Namespace) -> dict:
     sets = min(args.sets, 1 + (1 << 28) // (math.prod(shape) * 4))
     runs = {"ours": [one.step for one in ours]}
     runs |= {name: [decode_peers.make(name, shape, args.bits, seed) for seed in range(sets)] for name in args.peers}
-    rate = stream_gb_s(args.threads)
+    rate = stream_gb_s()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.repeats + 1):
         for name, list_ in times.items():

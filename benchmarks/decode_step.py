@@ -28,6 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 import transformers
+from streaming import stream_gb_s
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -35,7 +36,7 @@ from bitkv_dist import checkpoint, model, report
 from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
-from bitkv_dist.kernels import cpu, dispatch
+from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.cpu import dense
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer
@@ -194,18 +195,6 @@ def breakdown(ours: Ours, steps: int) -> dict[str, float]:
     return parts | {"rest": sum(times) / steps * 1e3 - sum(parts.values())}
 
 
-def stream_gb_s(threads: int) -> float:
-    """Streaming read rate of this many threads: a sum over a tensor far larger than the cache, best of seven; in huge pages,
-    as the packed cache is."""
-    data = cpu.advise_huge_pages(torch.empty(1 << 28, dtype=torch.int8)).fill_(1).view(torch.int64)
-    times = []
-    for _ in range(7):
-        started = time.perf_counter()
-        data.sum()
-        times.append(time.perf_counter() - started)
-    return data.numel() * 8 / min(times) / 1e9
-
-
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
@@ -224,7 +213,7 @@ def main() -> None:
     checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, rounded)
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
-    rate = stream_gb_s(args.threads)
+    rate = stream_gb_s()
     ceiling_ms = weight_bytes / rate / 1e6
     print(
         f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): "

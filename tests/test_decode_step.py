@@ -19,6 +19,7 @@ def test_a_short_run(config, tmp_path, monkeypatch, capsys):
     flags = {"model": folder, "config": config, "text": tmp_path / "text", "tokens": 400}
     flags |= {"new-tokens": 2, "turn": 1, "prefills": 1}
     monkeypatch.setattr(sys, "argv", ["decode_step", *(f"--{name}={value}" for name, value in flags.items())])
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     threads = torch.get_num_threads()
     try:
         runpy.run_path(str(SCRIPT), run_name="__main__")
