@@ -40,13 +40,17 @@ class Config:
         more program beside it."""
         return {} if self.most_registers is None else {"maxnreg": self.most_registers}
 
+    def scan_heads_at_once(self, dim: int) -> int:
+        """Query heads of a program of `scan`: their codes fill the registers of one warp."""
+        return self.lanes // 2 if dim < 256 else self.lanes // 4
+
     def select_warps(self, heads: int, lists: int) -> int:
         return max(1, heads // 4, lists // 2)
 
     def refine_warps(self, tokens: int, dim: int, heads: int) -> int:
-        """tokens: room for a granule's refined ones; heads of one list. Sixteen heads' outputs want twice the registers."""
-        rows = 2 if heads > 8 else 1
-        return min(8, max(1, tokens // 32 * max(128, triton.next_power_of_2(dim)) * heads * rows // (16 * self.lanes)))
+        """tokens: room for a granule's refined ones; heads of a program, whose outputs fill the registers."""
+        rows = max(128, triton.next_power_of_2(dim))
+        return min(8, max(1, rows // (4 * self.lanes), tokens // 32 * rows * heads // (16 * self.lanes)))
 
 
 NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
