@@ -188,8 +188,8 @@ def elements_of(kernel: str, shape: Shape) -> int | None:
 def programs_of(kernel: str, arch: str, shape: Shape) -> int:
     """How many programs read the same elements, each for some of the query heads."""
     chosen = tables.ARCHITECTURES[arch]
-    at_once = {"decode": chosen.heads_at_once(shape.dim), "scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.columns}
-    at_once["tail"] = at_once["decode"]
+    at_once = {name: chosen.heads_at_once(shape.dim) for name in ("decode", "tail")}
+    at_once |= {"scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.columns}
     return max(1, language.next_power_of_2(shape.group) // at_once[kernel]) if kernel in at_once else 1
 
 

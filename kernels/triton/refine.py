@@ -61,14 +61,15 @@ def refine(
     KEY_SCAN_BITS: tl.constexpr, KEY_LOW_BITS: tl.constexpr, VALUE_SCAN_BITS: tl.constexpr, VALUE_LOW_BITS: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, KEY_LOW: tl.constexpr, VALUE_LOW: tl.constexpr,
     VALUE_PLANES: tl.constexpr, VALUE_CENTROID: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Adds to m_out, l_out [B, slots, HK, Q, G], o_out [.., D], which hold the tail's partials, the tokens that `select`
     listed.
 
     A program takes GROUP heads of one list, PARTS programs all of them; BY_HEAD: a list and a program per head. Columns count
-    (set, head): every set has all tokens' scores, and the weights of the tokens of a page of its own. KEY_SCALE, VALUE_SCALE: offsets of the scales of the full codes;
-    noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
+    (set, head): every set has all tokens' scores, and the weights of the tokens of a page of its own. KEY_SCALE, VALUE_SCALE:
+    offsets of the scales of the full codes; noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
