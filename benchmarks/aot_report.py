@@ -189,7 +189,7 @@ def programs_of(kernel: str, arch: str, shape: Shape) -> int:
     """How many programs read the same elements, each for some of the query heads."""
     chosen = tables.ARCHITECTURES[arch]
     at_once = {name: chosen.heads_at_once(shape.dim) for name in ("decode", "tail")}
-    at_once |= {"scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.columns}
+    at_once |= {"scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.refine_heads_at_once(shape.dim)}
     return max(1, language.next_power_of_2(shape.group) // at_once[kernel]) if kernel in at_once else 1
 
 

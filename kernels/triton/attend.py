@@ -147,7 +147,7 @@ def attend_tiered(
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
     low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]
-    at_once = min(padded, chosen.columns) if refinement.group else 1
+    at_once = min(padded, chosen.refine_heads_at_once(dim)) if refinement.group else 1
     parts = padded // at_once if refinement.group else group
     refine_kernel[slots, heads, batch * queries * parts](
         table.base, table.offsets, bases, query.codes, query.scale, query.norm2, tokens, tops, m, l, o, *sizes,
