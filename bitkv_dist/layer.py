@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,16 +20,19 @@ from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
-from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
+from bitkv_dist.partial import Partial, merge
 from bitkv_dist.prompt import Prompt
 from bitkv_dist.sequence import SequenceState
 from bitkv_dist.shortage import needing
+from bitkv_dist.subtree import LEVELS, walk
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
     from bitkv_dist.tables import StepTables
 
-PARTIALS_AT_ONCE = 1 << 25  # elements of the granules' outputs that a chunk of queries holds at a time
+PARTIALS_AT_ONCE = 1 << 25  # elements of the outputs that a chunk of queries holds at a time, for granules and tree nodes
+LEAST_GRANULES_AT_ONCE = 16  # whose partials live together; more of them where a partial is small:
+SMALL_PARTIALS = 1 << 20  # elements
 PAGES_AT_ONCE = 32  # pages that are encoded together: sealing a long prompt makes no copy of it
 SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
@@ -272,9 +275,7 @@ class PackedLayer:
         query fp32 [HK, n, G, D] in base 2; exact: the partial of its exact tokens.
         """
         state = self.states[sequence]
-        # A granule's partial has D + 2 numbers for each query row: long caches take the positions of a chunk in parts.
-        granules = max(1, -(-state.sealed_end // GRANULE_TOKENS))  # of all ranks: they must cut a chunk alike
-        at_once = max(1, PARTIALS_AT_ONCE // (granules * query[:, 0].numel()))
+        at_once = queries_at_once(query[:, 0].numel())
         if query.shape[1] > at_once:
             exacts = [Partial(*part) for part in zip(*(t.split(at_once, 1) for t in exact), strict=True)]
             parts = zip(query.split(at_once, 1), exacts, strict=True)
@@ -302,14 +303,15 @@ class PackedLayer:
         numbers for each score.
         """
         shard, heads = self.cache.shard, shape[:3]
-        parts = [compute(*block) for block in state.granules(self.granules_at_once(heads, cost), end)]
-        if not parts:
-            return empty((shard.nodes, *heads), shape[3], state.exact.device)
-        part = parts[0] if len(parts) == 1 else Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        del parts  # the tree's lanes take as much again
-        index = torch.tensor(state.sealed.granules[: len(part.m)], device=part.m.device)
-        width = lane_width(-(-state.sealed_end // GRANULE_TOKENS), shard.nodes)
-        return tree(part, index, width, shard.nodes)
+        most = partials_at_once(math.prod(shape))
+        block = min(most, self.granules_at_once(heads, cost))
+
+        def blocks(modulus: int, residue: int) -> Iterator[Partial]:
+            return (compute(*found) for found in state.granules(block, end, modulus, residue))
+
+        held = state.sealed.before(-(-end // GRANULE_TOKENS))
+        granules = -(-state.sealed_end // GRANULE_TOKENS)
+        return walk(blocks, held, granules, shard.nodes, most, shape, state.exact.device)
 
     def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
         """Where scope global cuts the ranking of all sealed tokens, the same on every rank.
@@ -377,6 +379,17 @@ class PackedLayer:
             return self.codec.measure(lesson, query, tuning, records, valid, exact)
 
         return self.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])
+
+
+def partials_at_once(elements: int) -> int:
+    """How many granules' partials, their outputs of so many elements each, live together."""
+    return max(LEAST_GRANULES_AT_ONCE, SMALL_PARTIALS // max(1, elements))
+
+
+def queries_at_once(elements: int) -> int:
+    """How many positions of a chunk, outputs of so many elements each, attend to sealed pages together: those of a block and
+    of its merge, and one per level of the tree live at a time."""
+    return max(1, PARTIALS_AT_ONCE // ((2 * LEAST_GRANULES_AT_ONCE + LEVELS) * elements))
 
 
 def base2(q: torch.Tensor, scaling: float) -> torch.Tensor:

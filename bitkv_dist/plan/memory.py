@@ -15,12 +15,12 @@ from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
-from bitkv_dist.partial import lane_width
+from bitkv_dist.layer import SCORES_AT_ONCE, partials_at_once, queries_at_once
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, sealed_end
 from bitkv_dist.split import Split
+from bitkv_dist.subtree import leaf_stride
 
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
@@ -206,13 +206,15 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
 
 def packed_workspace(job: Job, tp: int, sp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
-    of this rank's granules are joined, and then merged into lanes. Plain torch also holds scores, compiled kernels do not."""
+    of some of this rank's granules are joined and merged, beside those of the tree's levels (subtree.py). Plain torch also
+    holds scores, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     granules = -(-sealed_end(job.config, job.context) // GRANULE_TOKENS) or 1
-    queries = min(job.chunk, max(1, PARTIALS_AT_ONCE // (granules * heads * shape.head_dim)))
-    own, lanes = -(-granules // sp), lane_width(granules, placement.residue_count(sp))
-    partials = (own + max(own, lanes)) * queries * heads * (shape.head_dim + 2)
+    queries = min(job.chunk, queries_at_once(heads * shape.head_dim))
+    most, nodes = partials_at_once(queries * heads * shape.head_dim), placement.residue_count(sp)
+    levels = (leaf_stride(granules, nodes, most) // nodes).bit_length()
+    partials = (2 * min(-(-granules // sp), most) + levels + nodes) * queries * heads * (shape.head_dim + 2)
     scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows

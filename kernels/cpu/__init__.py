@@ -129,11 +129,11 @@ def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
 def attend(
     layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """records uint8 [n, pages, HK, record_bytes] contiguous, page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G,
+    """records uint8 [n, pages, HK, record_bytes], page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G,
     D] and the number of refined tokens, counted once per KV head and query."""
     shape = (len(records), *query.scale.shape)
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
-    page_valid = page_valid.contiguous()
+    records, page_valid = records.contiguous(), page_valid.contiguous()
     queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
     refined = load().bitkv_attend(
         *map(ctypes.byref, (layout, queries, refinement)), _pointer(records), *_sizes(len(records)),
