@@ -29,6 +29,7 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False  # an RMS norm of every query and key head (Qwen3)
+    loops: int = 1  # over layers / loops layers of weights (Ouro, whose layers have norms behind attention and MLP, and a gate)
 
     def layer_elements(self, split: Split = WHOLE) -> int:
         """Parameters of a decoder layer on one rank: norms, and biases behind a sum over ranks, whole."""
@@ -38,7 +39,8 @@ class ModelShape:
         projections = self.hidden * (queries + 2 * keys + outputs + 3 * columns)
         biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
         biases += self.mlp_bias * (2 * columns + self.hidden)
-        return projections + biases + 2 * self.hidden + self.head_norms * 2 * self.head_dim
+        norms = (4 if self.looped else 2) * self.hidden + self.head_norms * 2 * self.head_dim
+        return projections + biases + norms
 
     def read_elements(self, split: Split = WHOLE) -> int:
         """Parameters that a decode step reads on one rank: all but the embedding table, of which it looks rows up."""
