@@ -1,0 +1,349 @@
+"""Models that run their layers in loops, and the codec that keeps earlier loops as residuals of the last one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import ranks
+import simulated
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bitkv_dist import model as models
+from bitkv_dist import ouro
+from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.codec.interface import HeadShape, make_codec
+from bitkv_dist.codec.looped import LoopedCodec, shares
+from bitkv_dist.codec.planes import PlanesCodec
+from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.engine import Engine
+from bitkv_dist.evaluate.trace import trace
+from bitkv_dist.fit.straight_through import straight_through
+from bitkv_dist.launch import evaluate, generate
+from bitkv_dist.layer import SCORES_AT_ONCE
+from bitkv_dist.parallel import mesh as meshes
+from bitkv_dist.plan.memory import Job, every_rank
+from bitkv_dist.plan.models import from_config
+from bitkv_dist.snapshot.folder import find
+from bitkv_dist.snapshot.load import load
+from bitkv_dist.snapshot.manifest import Manifest
+from bitkv_dist.snapshot.save import save
+
+CPU = torch.device("cpu")
+WINDOW = {"page_tokens": 64, "sink_tokens": 64, "recent_tokens": 32}
+LOOPED = CacheConfig("looped", 2, 2, **WINDOW)
+EXACT = CacheConfig("exact", 16, 16, **WINDOW)
+PROMPTS = [tiny.prompt(length) for length in (1300, 1, 90)]
+NEW = 40  # tokens: the second page of the last prompt is sealed while it is answered
+HEADS = HeadShape(6, 0, 2, 32, torch.float32, group=2, loops=3)  # 2 layers of weights
+BENCHMARK = ranks.ROOT / "benchmarks" / "looped.py"
+
+
+def contracting(folder: Path, branch: float = 0.05, **sizes) -> Path:
+    """A random model of 4 loops in which a loop changes little, as in a trained one: what attention and MLP add to the hidden
+    state is `branch` of it. By construction, not by training: benchmarks/looped.py has a trained one."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 4} | sizes
+    model = AutoModelForCausalLM.from_pretrained(tiny.save(folder, "ouro", **sizes), dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight /= model.model.embed_tokens.weight.std()
+        for layer in model.model.layers:
+            layer.input_layernorm_2.weight.fill_(branch)
+            layer.post_attention_layernorm_2.weight.fill_(branch)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_tokenizer(contracting(tmp_path_factory.mktemp("ouro"), vocab_size=257))
+
+
+@functools.cache
+def served(folder: Path) -> models.ServedModel:
+    return models.load(str(folder), dtype=torch.float32, device=CPU)
+
+
+def run(mesh, folder: Path, cache: CacheConfig = LOOPED, audit: bool = False, **settings) -> tuple[Engine, list[list[int]]]:
+    own = served(folder) if mesh.split.parts == 1 else models.load(str(folder), dtype=torch.float32, device=CPU, ranks=mesh)
+    engine = Engine(own, cache, mesh, GenerateConfig(**{"max_new_tokens": NEW, "ignore_eos": True} | settings), audit)
+    return engine, engine.generate(PROMPTS).token_ids
+
+
+# ---------------------------------------------------------------------------------------------- the model, in its loops
+
+
+def test_exact_gives_the_tokens_of_generate(tmp_path):
+    """Against the module's own forward, whose cache is that of transformers: prompts of 1 to 1,300 tokens, logits too."""
+    folder = tiny.save(tmp_path, "ouro", seed=3)
+    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    seen = []
+
+    def ours(mesh):
+        engine = Engine(served(folder), EXACT, mesh, GenerateConfig(max_new_tokens=NEW))
+        choose = engine.choose
+        engine.choose = lambda logits, *rest: seen.append(logits) or choose(logits, *rest)
+        return engine.generate(PROMPTS).token_ids
+
+    (found,) = simulated.run(1, ours)
+    for prompt, tokens, logits in zip(PROMPTS, found, torch.stack(seen, 1), strict=True):
+        wanted = stock.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        assert tokens == wanted
+        with torch.no_grad():
+            forced = stock(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(logits, forced, atol=1e-4, rtol=0)
+    assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_loops_change_the_answer_and_cost_no_weights(tmp_path):
+    """A slot of the cache for each layer of each loop, the parameters of one loop."""
+    folder = tiny.save(tmp_path, "ouro")
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([tiny.prompt(20)])
+    with torch.no_grad():
+        found = model(ids)
+        assert len(found.past_key_values.layers) == 6 == models.layers_of(config)
+        keys = [layer.keys for layer in found.past_key_values.layers]
+        assert not any(torch.allclose(keys[0], other) for other in keys[1:])
+        model.config.total_ut_steps = 1
+        assert not torch.allclose(model(ids).logits, found.logits, atol=0.1)
+    shape = from_config("tiny", config, 16, 4096)
+    assert shape.elements() == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.read_elements() > 2 * shape.elements() - 2 * 256 * 64  # a step reads the layers three times
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"early_exit_threshold": 0.5}, "early_exit_threshold 0.5 is not served; all loops run; set it to 1.0"),
+    ({"total_ut_steps": 0}, "total_ut_steps 0 is not served; it must be at least 1"),
+])  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(tmp_path, changed, message):
+    folder = tiny.save(tmp_path, "ouro")
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | changed))
+    with pytest.raises(ValueError, match=message):
+        models.check(str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------- the codec
+
+
+def random_pages(seed: int, pages: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """An anchor's keys or values and an earlier loop's, which are about 0.9 of it, fp32 [pages, 2, 64, 32]."""
+    generator = torch.Generator().manual_seed(seed)
+    anchor, other = torch.randn(2, pages, 2, 64, 32, generator=generator)
+    return anchor, 0.9 * anchor + 0.2 * other
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_shares_are_the_least_squares_fit(dim):
+    torch.manual_seed(dim)
+    x, anchor = torch.randn(2, 5, dim, dtype=torch.float64)
+    wanted = torch.stack([torch.linalg.lstsq(a[:, None], b).solution[0] for a, b in zip(anchor, x[..., None], strict=True)])
+    torch.testing.assert_close(shares(x.float(), anchor.float()), wanted[:, 0].half(), atol=0, rtol=1e-3)
+    assert shares(x.float(), torch.zeros(5, dim)).tolist() == [0.0] * 5
+    assert shares(x.float(), torch.full((5, dim), 1e-30)).isfinite().all()
+
+
+def test_only_the_residual_loses_something():
+    """Whatever the anchor's own code has lost: the error of an earlier loop is that of its residual's 2 bits."""
+    anchor_codec, codec = (make_codec(LOOPED, HEADS, layer) for layer in (5, 1))
+    assert isinstance(anchor_codec, PlanesCodec) and isinstance(codec, LoopedCodec)
+    (anchor_k, k), (anchor_v, v) = random_pages(0), random_pages(1)
+    anchors = anchor_codec.encode(anchor_k, anchor_v)
+    records = codec.encode(k, v, anchors)
+    assert records.shape == (3, 2, codec.record_bytes)
+    found = codec.decode(torch.cat((records, anchors), -1))
+    for x, coded, stored, exact in zip((k, v), found, anchor_codec.decode(anchors), (anchor_k, anchor_v), strict=True):
+        left = x - shares(x, stored).float().unsqueeze(-1) * stored
+        assert (x - coded).norm() < 0.5 * left.norm()  # 2 bits leave a third of what they code
+        assert (x - coded).norm() < (exact - stored).norm() * 1.5  # what 4 bits have lost is in there, and not on top
+        plain = make_codec(CacheConfig(key_bits=2, value_bits=2, **WINDOW), HEADS, 1)
+        assert (x - coded).norm() < 0.5 * (x - plain.decode(plain.encode(x, x))[0]).norm()
+
+
+def test_stored_bytes():
+    """Of 128-channel heads: 4 bits, a scale of 16 for 128 and a mean of 16 for 128; 2 bits, the same, and a share of 16 for 128."""
+    heads = HeadShape(8, 0, 2, 128, torch.bfloat16, loops=4)
+    config = CacheConfig("looped", 2, 2)
+    bits = [make_codec(config, heads, layer).record_bytes * 8 / (128 * 128 * 2) for layer in range(8)]
+    assert bits == [2.375] * 6 + [4.25] * 2
+    assert PackedCache(config, heads, 1).stored_bits_per_element == 2.84375  # 82 % less than bf16
+
+
+def fed(counts: list[int], prompt: int = 0) -> PackedCache:
+    """A cache of 200 tokens, of which `prompt` come by an exact prefill, the others in pieces of `counts`."""
+    torch.manual_seed(0)
+    kv = torch.randn(2, 1, 2, 200, 32) + 0.3 * torch.randn(6, 2, 1, 2, 200, 32)  # a common part, and that of each layer
+    q, cache, start = torch.randn(1, 4, 200, 32), PackedCache(LOOPED, HEADS, 1), prompt
+    for index, layer in enumerate(cache.layers if prompt else ()):
+        layer.begin_prompt(0, prompt)
+        cache.step = Step([0], round=[(0, 0, prompt)])
+        cache.update(*kv[index, :, :, :, :prompt], index)
+        layer.attend(q[:, :, :prompt], 0.1)
+        layer.finish_prompt(0)
+    for count in counts:
+        cache.step, part = Step([0], decode=count == 1), slice(start, start + count)
+        for index, layer in enumerate(cache.layers):
+            cache.update(*kv[index, :, :, :, part], index)
+            assert layer.attend(q[:, :, part], 0.1).isfinite().all()
+        start += count
+    return cache
+
+
+def test_any_feeding_gives_the_same_bytes():
+    """Decode steps, chunks, an exact prefill, and mixtures of them; nothing stays behind in a loop."""
+    wanted = fed([1] * 200)
+    assert len(wanted.page_digests()) == 6 * 2 and wanted.sealed_tokens(0) == 64
+    for counts, prompt in (([200], 0), ([57, *[1] * 13, 130], 0), ([], 200), ([1] * 30, 170), ([64, 64, 64, 8], 0)):
+        cache = fed(counts, prompt)
+        assert cache.page_digests() == wanted.page_digests()
+        for layer, other in zip(cache.layers, wanted.layers, strict=True):
+            assert torch.equal(layer.states[0].rows(), other.states[0].rows())
+            assert not layer.chunks and not layer.pages
+
+
+def test_a_long_decode_rebuilds_no_more_than_a_block():
+    layer = PackedCache(LOOPED, HEADS, 1).layers[0]
+    assert layer.granules_at_once((2, 1, 2)) * 512 * 2 * 2 * 32 <= SCORES_AT_ONCE
+
+
+# ---------------------------------------------------------------------------------------------------- what it is worth
+
+
+def test_near_exact_at_a_fifth_of_the_bytes_and_better_than_int2_at_equal_bytes(folder):
+    """KL, largest change of a logit, and attention outputs of every earlier loop, every query on sealed keys."""
+    benchmark = runpy.run_path(str(BENCHMARK))
+    window, ids = WINDOW | {"page_tokens": 128}, tiny.prompt(512)
+    rows = {row["cache"]: row for row in benchmark["predictions"](served(folder), window, ids, 256, 512)}
+    errors = benchmark["outputs"](served(folder), window, ids)
+    ours, plain, fine = rows["looped"], rows["int2"], rows["int2, 16 channels a scale"]
+    print(rows, errors)
+    assert ours["saved"] >= 0.75
+    assert ours["kl"] < 1e-3 and ours["largest_logit_change"] < 0.02 * ours["logit_range"]
+    assert plain["stored_bits"] < ours["stored_bits"] < fine["stored_bits"]
+    for other in ("int2", "int2, last loop int4", "int2, 16 channels a scale"):
+        assert ours["kl"] < 0.5 * rows[other]["kl"]
+        assert all(ours < theirs for ours, theirs in zip(errors["looped"], errors[other], strict=True) if ours != theirs)
+
+
+# -------------------------------------------------------------------------------------------------- through the engine
+
+
+@pytest.mark.parametrize("prefill", ["exact", "packed"])
+def test_one_answer_whatever_the_ranks(folder, prefill):
+    """Tokens and sealed bytes on 1, 2 and 3 sequence ranks, whose audit encodes the others' pages too."""
+
+    def ours(mesh):
+        engine, tokens = run(mesh, folder, audit=True, prefill=prefill)
+        return tokens, engine.cache_digest(), engine.page_digests(), engine.cache.mass_covered()
+
+    ((wanted, digest, pages, _),) = simulated.run(1, ours)
+    for size in (2, 3):
+        for tokens, theirs, audited, _ in simulated.run(size, ours):
+            assert tokens == wanted and theirs == digest and audited == pages
+
+
+def test_sealed_bytes_stay_as_they_are(folder):
+    def ours(mesh):
+        engine, _ = run(mesh, folder)
+        before = engine.page_digests()
+        engine.generate([tiny.prompt(200, seed=seed) for seed in range(3)], keep=True)
+        return before, engine.page_digests()
+
+    ((before, after),) = simulated.run(1, ours)
+    assert len(after) > len(before) and before.items() <= after.items()
+
+
+def test_tensor_parallel_ranks_give_the_same_tokens(folder):
+    ((_, wanted),) = simulated.run(1, run, folder, EXACT)
+    for _, tokens in simulated.run(2, run, folder, EXACT, tp=2):
+        assert tokens == wanted
+
+
+def test_a_snapshot_goes_on_at_another_number_of_ranks(folder, tmp_path):
+    def saved(mesh):
+        engine = Engine(served(folder), LOOPED, mesh, GenerateConfig(max_new_tokens=NEW, ignore_eos=True))
+        result = engine.generate(PROMPTS, on_filled=lambda logits: save(engine, tmp_path / "kv", logits))
+        return result.token_ids, engine.cache_digest()
+
+    def loaded(mesh):
+        engine = Engine(served(folder), LOOPED, mesh, GenerateConfig(max_new_tokens=NEW, ignore_eos=True))
+        place = find(tmp_path / "kv")
+        start = load(engine, place, Manifest.read(place))
+        return engine.generate(list(map(list, engine.histories)), fill=start.fill).token_ids, engine.cache_digest()
+
+    wanted = simulated.run(2, saved)[0]
+    assert simulated.run(1, loaded) + simulated.run(3, loaded) == [wanted] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_planned_bytes_are_those_of_a_run(folder, size):
+    def ours(mesh):
+        states = [state for layer in run(mesh, folder)[0].cache.layers for state in layer.states]
+        return sum(state.sealed.bytes for state in states), sum(state.exact.nbytes for state in states)
+
+    shape = from_config("tiny", AutoConfig.from_pretrained(folder), 64, 4096)
+    job = Job(shape, LOOPED, 1300 + NEW, len(PROMPTS), torch.float32)
+    planned = every_rank(job, 1, size)
+    for (sealed, exact), plan in zip(simulated.run(size, ours), planned, strict=True):
+        assert sealed <= plan.cache and exact == plan.exact  # the plan takes all sequences for as long as the longest
+    held = 6 * 1300 * 2 * 2 * 64 * 4  # of the three earlier loops of two layers
+    other = every_rank(Job(shape, EXACT, 1300 + NEW, 1, torch.float32), 1, 1)[0]
+    assert every_rank(Job(shape, LOOPED, 1300 + NEW, 1, torch.float32), 1, 1)[0].prefill_peak >= other.prefill_peak + held
+
+
+# ------------------------------------------------------------------------------------------------- the command lines
+
+
+@pytest.fixture
+def close_mesh():
+    yield
+    if meshes.current() is not None:
+        meshes.current().close()
+
+
+def test_generate_with_the_preset(folder, tmp_path, close_mesh, capsys):
+    (tmp_path / "prompt").write_text("a looped model reads this. " * 40)
+    prompt = ["--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "4", "--ignore-eos", "--device", "cpu"]
+    assert generate.main(["--model", str(folder), "--config", "looped", "--json", str(tmp_path / "report"), *prompt]) == 0
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["kv"]["codec"] == "looped" and report["kv"]["ratio"] > 5
+    assert report["kv"]["sealed_tokens"] > 0 and report["kv"]["read_bits_per_element"] > report["kv"]["stored_bits_per_element"]
+    assert "codec looped is attended to in plain torch" in report["kernel"]["reason"]
+
+
+def test_evaluate_beside_other_codecs(folder, tmp_path, close_mesh, capsys):
+    text = str(ranks.ROOT / "tests" / "data" / "tale.txt")
+    asked = ["--text", text, "--positions", "256:384", "--compare", "exact,looped,2bit", "--json", str(tmp_path / "found")]
+    window = ["--page-tokens", "64", "--sink-tokens", "64", "--recent-tokens", "64", "--device", "cpu"]
+    assert evaluate.main(["--model", str(folder), "--task", "ppl", *asked, *window]) == 0
+    kl = {row["codec"]: row["kl"] for row in json.loads((tmp_path / "found").read_text())["rows"]}
+    assert 0 == kl["exact"] < kl["looped"] < kl["2bit"]
+
+
+def test_a_model_without_loops_is_refused(tmp_path):
+    asked = ["--model", str(tiny.save(tmp_path)), "--config", "looped", "--prompt", "a", "--device", "cpu"]
+    rule = "the model runs its layers once, so that no loop can be the anchor of others"
+    with pytest.raises(ValueError, match=f"cache.codec 'looped': {rule}; take a model that loops"):
+        generate.main(asked)
+
+
+def test_what_looks_at_layers_one_by_one_is_refused(folder):
+    with pytest.raises(ValueError, match="cache.codec 'looped': seals a page of all loops at once"):
+        trace(served(folder), LOOPED, tiny.prompt(300), lambda _: None)
+    module = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="total_ut_steps 4: a training forward does not number its loops"), straight_through(module, LOOPED):
+        pass
+    with pytest.raises(ValueError, match="cache.layers .*: codec looped keeps the layers of all loops alike"):
+        CacheConfig("looped", 2, 2, layers=CacheConfig(layers=(models_layer(),)).layers)
+
+
+def models_layer():
+    from bitkv_dist.schedule import LayerConfig
+
+    return LayerConfig((0,), key_bits=2)
