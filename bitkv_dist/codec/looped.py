@@ -14,11 +14,13 @@ from dataclasses import replace
 import torch
 
 from bitkv_dist.codec.exact import DenseAttention
-from bitkv_dist.codec.interface import HeadShape
+from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.record import RecordLayout
 from bitkv_dist.config import CacheConfig
+from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.reference import safe_divide, to_half, tree_sum
+from bitkv_dist.partial import Partial
 
 ANCHOR_BITS = 4
 
@@ -40,17 +42,20 @@ def shares(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 class LoopedCodec(DenseAttention):
     """A layer of an earlier loop. `encode` takes its anchor's records too; all that reads takes records [..., own bytes +
-    anchor's bytes], the anchor's behind its own."""
+    anchor's bytes], the anchor's behind its own.
+
+    Attention turns no key back: a query is turned into both rotated spaces and meets s A and X - s A there, side by side as 2 D
+    channels; so do the values, whose weighted sums are turned back once per query and granule.
+    """
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.heads, self.tokens = heads, config.page_tokens
-        self.residual = PlanesCodec(planes_config(config, config.key_bits), heads, layer)
         self.anchor = PlanesCodec(planes_config(config, ANCHOR_BITS), heads, anchor_of(layer, heads))
-        shares = ((f"{side}share", torch.float16, (self.tokens,)) for side in "KV")
-        self.layout = RecordLayout(("residual", torch.uint8, (self.residual.record_bytes,)), *shares)
+        self.residual = PlanesCodec(planes_config(config, config.key_bits), heads, layer)
+        fields = ((f"{side}share", torch.float16, (self.tokens,)) for side in "KV")
+        self.layout = RecordLayout(("residual", torch.uint8, (self.residual.record_bytes,)), *fields)
         self.record_bytes = self.layout.bytes
-        noise = self.residual.noise[config.key_bits, config.key_bits]
-        self.correction = 0.5 * math.log(2) * noise if config.correction else None
+        self.variance = 0.5 * math.log(2) * self.residual.noise[config.key_bits, config.key_bits]
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D], anchors uint8 [pages, HK, anchor's bytes] -> uint8 [pages, HK, record_bytes]."""
@@ -62,17 +67,37 @@ class LoopedCodec(DenseAttention):
         return self.layout.write(records, residual=self.residual.encode(*left), **fields)
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left = self.residual.decode(self.layout.view(records, "residual"))
-        anchors = self.anchor.decode(records[..., self.record_bytes :])
-        share = (self.layout.view(records, f"{side}share").float().unsqueeze(-1) for side in "KV")
-        k, v = (s * anchor + rest for s, anchor, rest in zip(share, anchors, left, strict=True))
+        k, v = (self.turned_back(self.rotated(records, side), side, (1,)) for side in "KV")
         return k, v
 
-    def scored(self, query: torch.Tensor, k: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-normal correction of the residual's code (see codec/planes.py) as one more channel."""
-        if self.correction is None:
-            return query, k
-        plane = self.residual.load(self.layout.view(records, "residual"), "K")
-        scale = plane.full.float().transpose(1, 2).flatten(2)  # [n, HK, pages * P]
-        variance = self.correction * query.square().sum(-1, keepdim=True)
-        return torch.cat((query, variance), -1), torch.cat((k, scale.square().unsqueeze(-1)), -1)
+    def rotated(self, records: torch.Tensor, side: str) -> torch.Tensor:
+        """(s A, X - s A) of keys or values as they were rotated, fp32 [..., HK, P, 2 D]."""
+        planes = self.anchor.load(records[..., self.record_bytes :], side), self.residual.load(self.own(records), side)
+        codecs = self.anchor, self.residual
+        anchor, left = (reference.decode_rotated(z, *codec.depth(side), side) for z, codec in zip(planes, codecs, strict=True))
+        return torch.cat((self.layout.view(records, f"{side}share").float().unsqueeze(-1) * anchor, left), -1)
+
+    def own(self, records: torch.Tensor) -> torch.Tensor:
+        """The residuals' records."""
+        return self.layout.view(records, "residual")
+
+    def turned_back(self, z: torch.Tensor, side: str, between: tuple[int, ...]) -> torch.Tensor:
+        """The sum of both halves of z [..., HK, *between, 2 D], out of their rotated spaces: [..., HK, *between, D]."""
+        signs = (codec.signs[side].view(-1, *between, self.heads.head_dim) for codec in (self.anchor, self.residual))
+        anchor, left = (reference.rotate_back(half, sign) for half, sign in zip(z.chunk(2, -1), signs, strict=True))
+        return anchor + left
+
+    def prepare(self, q: torch.Tensor, tuning: None = None) -> torch.Tensor:
+        """[HK, Q, G, 2 D + 1]: the query in both spaces, and what the log-normal correction (see codec/planes.py) of a
+        residual's score takes for each square of its scale."""
+        turned = (reference.rotate(q, codec.signs["K"][:, None, None, :]) for codec in (self.anchor, self.residual))
+        return torch.cat((*turned, self.variance * q.square().sum(-1, keepdim=True)), -1)
+
+    def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, choice: None = None,
+               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+        found, count = super().attend(query, records, page_valid)
+        return found._replace(o=self.turned_back(found.o, "V", (1, 1))), count
+
+    def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self.residual.load(self.own(records), "K").full.float().unsqueeze(-1)
+        return torch.cat((self.rotated(records, "K"), scale * scale), -1), self.rotated(records, "V")
