@@ -52,22 +52,20 @@ class LoopedLayer(PackedLayer):
     # -- writing
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
-        state = self.states[sequence]
-        if state.sealed_at(state.length + 1) > state.sealed_end:
-            for layer, rows in self.sealed_together(sequence, state.length + 1, [each.states[sequence].rows() for each in self.loops]):
-                layer.keep(sequence, rows)
+        length = self.states[sequence].length + 1
+        if self.states[sequence].sealed_at(length) > self.states[sequence].sealed_end:
+            self.seal_together(sequence, length, [layer.states[sequence].rows() for layer in self.loops])
         return super().extend(sequence, kv)
 
     def settle(self, sequence: int, rows: torch.Tensor) -> None:
         self.chunks[sequence] = rows
         if self is self.anchor:
             held = [layer.chunks.pop(sequence) for layer in self.loops]
-            for layer, left in self.sealed_together(sequence, self.states[sequence].length, held):
-                layer.keep(sequence, left)
+            self.seal_together(sequence, self.states[sequence].length, held)
 
-    def sealed_together(self, sequence: int, length: int, rows: list[torch.Tensor]) -> Iterator[tuple[LoopedLayer, torch.Tensor]]:
-        """Seal the pages due at `length` tokens in all loops; rows: those of each loop [2, HK, count, D], sink first. Yields
-        the loops and what stays exact of each."""
+    def seal_together(self, sequence: int, length: int, rows: list[torch.Tensor]) -> None:
+        """Seal the pages due at `length` tokens in all loops, out of each one's exact rows [2, HK, count, D], which start with
+        the sink, and keep the rest of them."""
         state = self.states[sequence]
         end, page, sink = state.sealed_at(length), state.page_tokens, state.sink
         first, count = state.sealed_end, end - state.sealed_end
@@ -76,7 +74,7 @@ class LoopedLayer(PackedLayer):
             self.seal_all(sequence, some, [self.cut(each, [number * page - first + sink for number in some]) for each in rows])
         for layer, each in zip(self.loops, rows, strict=True):
             layer.states[sequence].sealed_end = end
-            yield layer, torch.cat((each[:, :, :sink], each[:, :, sink + count :]), dim=2)
+            layer.keep(sequence, torch.cat((each[:, :, :sink], each[:, :, sink + count :]), dim=2))
 
     def cut(self, rows: torch.Tensor, starts: list[int]) -> torch.Tensor:
         """The pages [2, n, HK, P, D] that begin at these places of rows [2, HK, count, D]."""
@@ -116,8 +114,9 @@ class LoopedLayer(PackedLayer):
             yield from super().blocks(state, most, end)
             return
         anchor = self.anchor.states[self.states.index(state)]
-        for (records, valid, granules), (anchors, _, same) in zip(state.granules(most, end), anchor.granules(most, end), strict=True):
-            assert granules == same
+        both = zip(state.granules(most, end), anchor.granules(most, end), strict=True)
+        for (records, valid, granules), (anchors, _, same) in both:
+            assert granules == same  # all loops seal, and make room, together
             yield torch.cat((records, anchors), dim=-1), valid, granules
 
     def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:

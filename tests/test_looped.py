@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bitkv_dist import model as models
-from bitkv_dist import ouro
 from bitkv_dist.cache import PackedCache, Step
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.looped import LoopedCodec, shares
@@ -176,7 +175,8 @@ def test_only_the_residual_loses_something():
 
 
 def test_stored_bytes():
-    """Of 128-channel heads: 4 bits, a scale of 16 for 128 and a mean of 16 for 128; 2 bits, the same, and a share of 16 for 128."""
+    """Of heads of 128 channels, pages of 128: 16 bits a token for its scale, 16 bits a channel for the mean, and of an earlier
+    loop 16 bits a token for its share."""
     heads = HeadShape(8, 0, 2, 128, torch.bfloat16, loops=4)
     config = CacheConfig("looped", 2, 2)
     bits = [make_codec(config, heads, layer).record_bytes * 8 / (128 * 128 * 2) for layer in range(8)]
@@ -343,10 +343,11 @@ def test_a_model_without_loops_is_refused(tmp_path):
 
 
 def test_what_looks_at_layers_one_by_one_is_refused(folder):
-    with pytest.raises(ValueError, match="cache.codec 'looped': seals a page of all loops at once"):
+    with pytest.raises(ValueError, match=r"cache\.codec 'looped': seals a page of all loops at once"):
         trace(served(folder), LOOPED, tiny.prompt(300), lambda _: None)
     module = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(ValueError, match="total_ut_steps 4: a training forward does not number its loops"), straight_through(module, LOOPED):
+    numbers = pytest.raises(ValueError, match="total_ut_steps 4: a training forward does not number its loops")
+    with numbers, straight_through(module, LOOPED):
         pass
-    with pytest.raises(ValueError, match="cache.layers .*: codec looped keeps the layers of all loops alike"):
+    with pytest.raises(ValueError, match=r"cache\.layers .*: codec looped keeps the layers of all loops alike"):
         CacheConfig("looped", 2, 2, layers=(LayerConfig((0,), key_bits=2),))

@@ -13,8 +13,8 @@ WHOLE = Split()
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the served architectures. `layers`: those of the cache, of all loops. `hidden` is E, `intermediate` the width
-    of its gated MLP."""
+    """A decoder of the served architectures. `layers`: those of the cache, of all loops. `hidden` is E, `intermediate` the
+    width of its gated MLP."""
 
     name: str
     layers: int
@@ -45,8 +45,8 @@ class ModelShape:
         return projections + biases + norms
 
     def read_elements(self, split: Split = WHOLE) -> int:
-        """Parameters that a decode step reads on one rank, in each loop anew: all but the embedding table, of which it looks rows
-        up."""
+        """Parameters that a decode step reads on one rank, in each loop anew: all but the embedding table, of which it looks
+        rows up."""
         head = len(split.share(self.vocabulary)) * self.hidden
         return self.layers * self.layer_elements(split) + self.hidden + head
 

@@ -60,5 +60,5 @@ def decode(plane: Plane, signs: torch.Tensor, bits: int, scan_bits: int, side: s
 
 def decode_rotated(plane: Plane, bits: int, scan_bits: int, side: str) -> torch.Tensor:
     """The same as they were rotated."""
-    unit = level_unit(bits)
-    return levels(plane, side, bits - scan_bits) * (plane.full.float() * unit).unsqueeze(-1) + plane.centroid.float().unsqueeze(-2)
+    z = levels(plane, side, bits - scan_bits) * (plane.full.float() * level_unit(bits)).unsqueeze(-1)
+    return z + plane.centroid.float().unsqueeze(-2)
