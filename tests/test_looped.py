@@ -66,8 +66,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """2 layers of weights in 2 loops: what takes many steps."""
-    return contracting(tmp_path_factory.mktemp("small"), hidden_size=64, total_ut_steps=2)
+    """2 layers of weights in 2 loops, 2 query heads per KV head: what takes many steps."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "total_ut_steps": 2}
+    return contracting(tmp_path_factory.mktemp("small"), **sizes)
 
 
 @functools.cache
@@ -298,14 +299,17 @@ def test_a_snapshot_goes_on_at_another_number_of_ranks(small, tmp_path):
 @pytest.mark.parametrize("size", [1, 2])
 def test_planned_bytes_are_those_of_a_run(small, size):
     def ours(mesh):
-        states = [state for layer in run(mesh, small)[0].cache.layers for state in layer.states]
-        return sum(state.sealed.bytes for state in states), sum(state.exact.nbytes for state in states)
+        cache = run(mesh, small)[0].cache
+        states = [state for layer in cache.layers for state in layer.states]
+        bits = cache.reads.bits / cache.reads.elements
+        return sum(state.sealed.bytes for state in states), sum(state.exact.nbytes for state in states), bits
 
     shape = from_config("tiny", AutoConfig.from_pretrained(small), 32, 4096)
     job = Job(shape, LOOPED, 1310 + NEW, len(PROMPTS), torch.float32)
     planned = every_rank(job, 1, size)
-    for (sealed, exact), plan in zip(simulated.run(size, ours), planned, strict=True):
+    for (sealed, exact, bits), plan in zip(simulated.run(size, ours), planned, strict=True):
         assert sealed <= plan.cache and exact == plan.exact  # the plan takes all sequences for as long as the longest
+        assert job.page_bytes.read * 8 / (2 * 64 * 32 * 4) == pytest.approx(bits, rel=0.02)
     held = 2 * 1310 * 2 * 2 * 32 * 4  # keys and values, 2 heads, of the two layers of the earlier loop
     alone = [every_rank(Job(shape, cache, 1310, 1, torch.float32), 1, 1)[0].prefill_peak for cache in (EXACT, LOOPED)]
     assert alone[1] - alone[0] == held
