@@ -161,6 +161,18 @@ def test_any_feeding_gives_the_same_bytes():
             assert not layer.chunks and not layer.pages
 
 
+def test_what_is_not_finite_is_named():
+    """By the loop and the token, when the page is sealed."""
+    cache, kv = PackedCache(LOOPED, HEADS, 1), torch.ones(2, 1, 2, 170, 32)
+    spoilt = kv.clone()
+    spoilt[1, 0, 0, 77] = float("nan")
+    cache.step = Step([0])
+    with pytest.raises(FloatingPointError, match="layer 2, token 77: value is not finite"):
+        for index, layer in enumerate(cache.layers):
+            cache.update(*(spoilt if index == 2 else kv), index)
+            layer.attend(torch.ones(1, 4, 170, 32), 0.1)
+
+
 def test_a_long_decode_rebuilds_no_more_than_a_block():
     layer = PackedCache(LOOPED, HEADS, 1).layers[0]
     assert layer.granules_at_once((2, 1, 2)) * 512 * 2 * 2 * 32 <= SCORES_AT_ONCE

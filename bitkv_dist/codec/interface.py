@@ -55,7 +55,8 @@ class Codec(Protocol):
     book_bytes: int  # codebooks that all pages share
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
+        """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]. See LoopedCodec for the one
+        that also takes records of another layer."""
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 [..., HK, record_bytes] -> k, v fp32 [..., HK, P, D]: what the stored bits stand for."""
