@@ -1,11 +1,12 @@
 """Do loop-anchored residuals (codec looped) beat a plain rotated INT2 at equal bytes? A small looped model, trained here.
 
-    python benchmarks/looped.py --train looped-tiny --text tests/data/handbook.txt     # minutes: byte-level, 2 layers of weights in 4 loops
+    python benchmarks/looped.py --train looped-tiny --text tests/data/handbook.txt       # minutes
     python benchmarks/looped.py --model looped-tiny --text tests/data/tale.txt
 
-The model learns a text's bytes and, in half of its rows, to repeat what stands up to 128 bytes before, so that it has a reason
-to look back. Every query attends to sealed keys, as in `bitkv evaluate --task ppl`. Rows: KL of the exact to
-the packed prediction in nats, the largest change of a logit, and the relative error of attention outputs at the true queries.
+The model reads bytes, has 2 layers of weights in 4 loops, and learns a text and, in half of its rows, to repeat what stands up
+to 128 bytes before, so that it has a reason to look back. Every query attends to sealed keys, as in `bitkv evaluate --task ppl`.
+Columns: KL of the exact to the packed prediction in nats, the largest change of a logit, how often the best token stays, and
+the relative error of attention outputs at the true queries.
 """
 
 from __future__ import annotations
