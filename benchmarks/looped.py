@@ -4,7 +4,7 @@
     python benchmarks/looped.py --model looped-tiny --text tests/data/tale.txt
 
 The model reads bytes, has 2 layers of weights in 4 loops, and learns a text and, in half of its rows, to repeat what stands up
-to 128 bytes before, so that it has a reason to look back. Every query attends to sealed keys, as in `bitkv evaluate --task ppl`.
+to 128 bytes before, so that it has a reason to look back. Every query attends to sealed keys, as in `bitkv evaluate`.
 Columns: KL of the exact to the packed prediction in nats, the largest change of a logit, how often the best token stays, and
 the relative error of attention outputs at the true queries.
 """
