@@ -140,6 +140,10 @@ class PackedLayer:
         state.length += 1
         return rows.shape[2]
 
+    def settle(self, sequence: int, rows: torch.Tensor) -> None:
+        """Seal what a chunk has made due, and keep the rest of its exact rows [2, HK, count, D]."""
+        self.keep(sequence, self.seal_due(sequence, self.states[sequence].length, rows))
+
     def seal_due(self, sequence: int, length: int, rows: torch.Tensor) -> torch.Tensor:
         """Seal the pages due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns those that stay exact."""
         state, sink = self.states[sequence], self.cache.config.sink_rounded
@@ -158,27 +162,40 @@ class PackedLayer:
         """Encode the pages that this rank owns of rows [2, HK, n * P, D], whole pages from first_token on."""
         page_tokens = self.cache.config.page_tokens
         pages = rows.unflatten(2, (-1, page_tokens)).transpose(1, 2)  # [2, n, HK, P, D]
-        self.check_finite(pages, first_token)
-        first, per_granule = first_token // page_tokens, GRANULE_TOKENS // page_tokens
-        owned = [self.cache.shard.owns((first + i) // per_granule, sequence) for i in range(pages.shape[1])]
-        wanted = [i for i, own in enumerate(owned) if own or self.cache.audit]
+        first = first_token // page_tokens
+        numbers = list(range(first, first + pages.shape[1]))
+        self.check_finite(pages, numbers)
+        wanted = self.wanted(sequence, numbers)
         if not wanted:
             return
-        place = [[first + i for i in wanted]] if self.codec.positional else []
-        records = self.codec.encode(pages[0, wanted], pages[1, wanted], *place)
-        for i, record in zip(wanted, records, strict=True):
-            granule, place = divmod(first + i, per_granule)
-            if owned[i]:
+        own = [number - first for number in wanted]
+        place = [wanted] if self.codec.positional else []
+        self.store(sequence, wanted, self.codec.encode(pages[0, own], pages[1, own], *place))
+
+    def wanted(self, sequence: int, numbers: Sequence[int]) -> list[int]:
+        """Those of these pages that are encoded here: this rank's, and with an audit all."""
+        per_granule = GRANULE_TOKENS // self.cache.config.page_tokens
+        owns, audit = self.cache.shard.owns, self.cache.audit
+        return [number for number in numbers if audit or owns(number // per_granule, sequence)]
+
+    def store(self, sequence: int, numbers: Sequence[int], records: torch.Tensor) -> None:
+        """Keep the records [n, HK, record_bytes] of these pages, or, of pages of other ranks, their digests."""
+        per_granule = GRANULE_TOKENS // self.cache.config.page_tokens
+        for number, record in zip(numbers, records, strict=True):
+            granule, place = divmod(number, per_granule)
+            if self.cache.shard.owns(granule, sequence):
                 with needing(f"more sealed pages of layer {self.index}"):
                     page = self.states[sequence].sealed.page(granule, place)
                 page.copy_(record)
             else:
-                self.audited.update({(sequence, first + i, head): digest(record[head]) for head in range(len(record))})
+                self.audited.update({(sequence, number, head): digest(record[head]) for head in range(len(record))})
 
-    def check_finite(self, pages: torch.Tensor, first_token: int) -> None:
+    def check_finite(self, pages: torch.Tensor, numbers: Sequence[int]) -> None:
+        """pages [2, n, HK, P, D]; numbers: their global indices."""
         if not torch.isfinite(pages).all():
-            side, token = (~torch.isfinite(pages)).any(dim=(2, 4)).flatten(1).nonzero()[0].tolist()
-            raise FloatingPointError(f"layer {self.index}, token {first_token + token}: {('key', 'value')[side]} is not finite")
+            side, page, place = (~torch.isfinite(pages)).any(dim=(2, 4)).nonzero()[0].tolist()
+            token = numbers[page] * self.cache.config.page_tokens + place
+            raise FloatingPointError(f"layer {self.index}, token {token}: {('key', 'value')[side]} is not finite")
 
     def keep(self, sequence: int, rows: torch.Tensor) -> None:
         self.states[sequence].exact[:, :, : rows.shape[2]] = rows
@@ -266,7 +283,7 @@ class PackedLayer:
         if state.tuning is not None and not self.cache.step.decode:
             self.calibrate(sequence, chunk_probes(state, query))
         if query.shape[1] > 1:
-            self.keep(sequence, self.seal_due(sequence, state.length, rows))
+            self.settle(sequence, rows)
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
 
     def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial) -> Partial:
@@ -307,11 +324,17 @@ class PackedLayer:
         block = min(most, self.granules_at_once(heads, cost))
 
         def blocks(modulus: int, residue: int) -> Iterator[Partial]:
-            return (compute(*found) for found in state.granules(block, end, modulus, residue))
+            return (compute(*found) for found in self.blocks(state, block, end, (modulus, residue)))
 
         held = state.sealed.before(-(-end // GRANULE_TOKENS))
         granules = -(-state.sealed_end // GRANULE_TOKENS)
         return walk(blocks, held, granules, shard.nodes, most, shape, state.exact.device)
+
+    def blocks(
+        self, state: SequenceState, most: int, end: int, of: tuple[int, int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        """`state.granules` of (modulus, residue) `of`, as the codec reads them."""
+        return state.granules(most, end, *of)
 
     def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
         """Where scope global cuts the ranking of all sealed tokens, the same on every rank.

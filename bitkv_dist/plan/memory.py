@@ -67,7 +67,8 @@ class Job:
 
     @cached_property
     def page_bytes(self) -> PageBytes:
-        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype, self.shape.kv_heads)
+        shape = self.shape
+        return self.page or packed_page(self.config, shape.layers, shape.head_dim, self.dtype, shape.kv_heads, shape.loops)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,12 @@ class RankBytes:
 
 
 @cache
-def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1) -> PageBytes:
+def packed_page(
+    config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1, loops: int = 1
+) -> PageBytes:
     """Of a page as the codecs of `config` write it; kv_heads matter to those that keep a token's scale for all of them."""
+    if config.codec == "looped":
+        return looped_page(config, HeadShape(layers, 0, 1, head_dim, dtype, loops=loops))
     stored, read, books = 0, 0.0, 0
     found: dict[CacheConfig, PageBytes] = {}
     for index in range(layers):
@@ -109,6 +114,14 @@ def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads:
         token_bits = codec.count_reads(1, 1, 1).bits - bits
         bits += refined_share(config) * config.page_tokens * token_bits
     return PageBytes(codec.record_bytes, bits / 8)
+
+
+def looped_page(config: CacheConfig, heads: HeadShape) -> PageBytes:
+    """Every loop reads its own records and, but for the last, those of its anchor."""
+    earlier, anchor = (make_codec(config, heads, layer).record_bytes for layer in (0, heads.layers - 1))
+    stack = heads.layers // heads.loops
+    stored = stack * anchor + (heads.layers - stack) * earlier
+    return PageBytes(stored, stored + (heads.layers - stack) * anchor)
 
 
 def refined_share(config: CacheConfig) -> float:
@@ -179,7 +192,17 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp, sp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+    return max(hidden + held_keys(job, tp, prompt_tokens) + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def held_keys(job: Job, tp: int, prompt_tokens: int) -> int:
+    """Exact keys and values of this rank's granules in the earlier loops, which codec looped holds until the last has run."""
+    if job.config.codec != "looped":
+        return 0
+    shape = job.shape
+    earlier = shape.layers - shape.layers // shape.loops
+    heads = len(job.split(tp, 1).kv_heads(shape.kv_heads))
+    return earlier * prompt_tokens * 2 * heads * shape.head_dim * job.dtype.itemsize
 
 
 def prompt_keys(job: Job, tp: int, sp: int) -> int:
