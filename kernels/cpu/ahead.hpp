@@ -1,6 +1,7 @@
 // Fetching what is read next, a line at a time between other work: a burst of prefetches fills the queue of outstanding reads and stops
 // the core.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -21,16 +22,20 @@ public:
         if (record_) enter();
     }
 
-    // Makes room for `parts` more of what is added, of up to `bytes` bytes each.
-    void expect(int64_t parts, int64_t bytes) {
-        const size_t most = count_ + size_t(parts * (bytes / LINE_BYTES + 2));
+    // Asks for what is left of the lines added before, and makes room for `parts` new ones of up to `bytes` bytes each.
+    void begin(int64_t parts, int64_t bytes) {
+        while (next_ < count_) __builtin_prefetch(lines_[next_++], 0, 2);
+        count_ = next_ = 0;
+        const size_t most = size_t(parts * (bytes / LINE_BYTES + 2));
         if (lines_.size() < most) lines_.resize(most);
     }
 
     // Some bytes anywhere.
     void add(const uint8_t* from, int64_t bytes) {
-        const uintptr_t last = uintptr_t(from + bytes - 1) / LINE_BYTES;
-        for (uintptr_t line = uintptr_t(from) / LINE_BYTES; line <= last; ++line) lines_[count_++] = reinterpret_cast<const uint8_t*>(line * LINE_BYTES);
+        for (; bytes > LINE_BYTES; from += LINE_BYTES, bytes -= LINE_BYTES) lines_[count_++] = from;
+        const uint8_t* last = from + bytes - 1;
+        lines_[count_] = from, lines_[count_ + 1] = last;  // without a branch that nobody can foresee
+        count_ += 1 + (uintptr_t(from) / LINE_BYTES != uintptr_t(last) / LINE_BYTES);
     }
 
     // Where the next `lines` lines of the scan lie, for a loop that has no room for a call to ask for them itself. They may reach beyond a
@@ -48,16 +53,16 @@ public:
         for (; lines && record_; --lines) __builtin_prefetch(take(1), 0, 2);
     }
 
-    // Asks for some of the lines that were added.
-    void step(size_t lines) {
-        for (const size_t last = count_ - next_ < lines ? count_ : next_ + lines; next_ < last; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
+    // The lines that were added are to be asked for in so many steps.
+    void pace(int64_t steps) { each_ = (count_ + size_t(steps) - 1) / size_t(steps); }
+
+    void step() {
+        for (const size_t last = std::min(count_, next_ + each_); next_ < last; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
     }
 
-    // Asks for what is left of both.
+    // Asks for what is left of the scan.
     void finish() {
         while (record_) __builtin_prefetch(take(1), 0, 2);
-        step(count_);
-        count_ = next_ = 0;
     }
 
 private:
@@ -84,7 +89,7 @@ private:
     int part_ = 0;
     const uint8_t *record_ = nullptr, *at_ = nullptr, *end_ = nullptr;
     std::vector<const uint8_t*> lines_;
-    size_t next_ = 0, count_ = 0;
+    size_t next_ = 0, count_ = 0, each_ = 0;
 };
 
 }  // namespace
