@@ -1,7 +1,6 @@
 // Fetching what is read next, a line at a time between other work: a burst of prefetches fills the queue of outstanding reads and stops
 // the core.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -22,11 +21,9 @@ public:
         if (record_) enter();
     }
 
-    // Asks for what is left of the lines added before, and makes room for `parts` new ones of up to `bytes` bytes each.
-    void begin(int64_t parts, int64_t bytes) {
-        while (next_ < count_) __builtin_prefetch(lines_[next_++], 0, 2);
-        count_ = next_ = 0;
-        const size_t most = size_t(parts * (bytes / LINE_BYTES + 2));
+    // Makes room for `parts` more of what is added, of up to `bytes` bytes each.
+    void expect(int64_t parts, int64_t bytes) {
+        const size_t most = count_ + size_t(parts * (bytes / LINE_BYTES + 2));
         if (lines_.size() < most) lines_.resize(most);
     }
 
@@ -53,23 +50,30 @@ public:
         for (; lines && record_; --lines) __builtin_prefetch(take(1), 0, 2);
     }
 
-    // The lines that were added are to be asked for in so many steps.
-    void pace(int64_t steps) { each_ = (count_ + size_t(steps) - 1) / size_t(steps); }
-
-    void step() {
-        for (const size_t last = std::min(count_, next_ + each_); next_ < last; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
+    // Asks for some of the lines that were added.
+    void step(size_t lines) {
+        for (const size_t last = count_ - next_ < lines ? count_ : next_ + lines; next_ < last; ++next_) __builtin_prefetch(lines_[next_], 0, 2);
     }
 
-    // Asks for what is left of the scan.
+    // Asks for what is left of both.
     void finish() {
         while (record_) __builtin_prefetch(take(1), 0, 2);
+        step(count_);
+        count_ = next_ = 0;
     }
 
 private:
-    // A record begins with planes and scales of the scan and ends with the centroids; what lies between belongs to refinement.
+    // A record begins with planes and all scales and ends with the centroids; what lies between are the low bits. Of the full scales of a
+    // page refinement reads a few, which touch nearly all of their lines.
     void enter() {
         at_ = record_ + (part_ ? layout_->centroid[KEYS] : 0);
-        end_ = record_ + (part_ ? layout_->record_bytes : layout_->scan[VALUES] + 2 * layout_->tokens);
+        end_ = record_ + (part_ ? layout_->record_bytes : scales_end());
+    }
+
+    int64_t scales_end() const {
+        for (Side side : {VALUES, KEYS})
+            if (layout_->bits[side] > layout_->scan_bits[side]) return layout_->full[side] + 2 * layout_->tokens;
+        return layout_->scan[VALUES] + 2 * layout_->tokens;
     }
 
     void advance() {
@@ -89,7 +93,7 @@ private:
     int part_ = 0;
     const uint8_t *record_ = nullptr, *at_ = nullptr, *end_ = nullptr;
     std::vector<const uint8_t*> lines_;
-    size_t next_ = 0, count_ = 0, each_ = 0;
+    size_t next_ = 0, count_ = 0;
 };
 
 }  // namespace

@@ -55,7 +55,7 @@ template <int V>
 inline void score_page(const Layout& l, const Queries& q, float noise_factor, Unit& u, int64_t page, Workspace& s, Ahead& ahead) {
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * l.tokens;
-        ahead.step();
+        ahead.step(size_t(12 * rows));
         const Factors f = factors(l, q, noise_factor, u, page, first, rows, s);
         with_rows(rows, [&](auto count) {
             const Each most = score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total);
@@ -100,22 +100,13 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, Workspace
         const List list = {i, u.rows / lists, count, tokens + i * count};
         u.lists.push_back(list);
         for (int64_t j = 0; j < count; ++j) u.taken[i * masks + list.tokens[j] / 16] |= uint16_t(1 << list.tokens[j] % 16);
+        for (Side side : {KEYS, VALUES}) {
+            const int64_t bytes = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
+            if (!bytes) continue;
+            ahead.expect(count, bytes);
+            for (int64_t j = 0; j < count; ++j) ahead.add(u.low_bits(l, side, list.tokens[j]), bytes);
+        }
     }
-    // What is read of a page's full scales touches nearly all of their lines. It is asked for until the next unit's scan is over.
-    int64_t bytes[2], parts = 0;
-    for (Side side : {KEYS, VALUES}) {
-        bytes[side] = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
-        if (bytes[side]) parts += lists * count + 2 * u.total / LINE_BYTES;
-    }
-    ahead.begin(parts, std::max(bytes[KEYS], bytes[VALUES]));
-    for (Side side : {KEYS, VALUES}) {
-        if (!bytes[side]) continue;
-        for (int64_t page = 0; page < u.pages(); ++page)
-            for (int64_t at = 0; at < 2 * l.tokens; at += LINE_BYTES) ahead.add(u.record[page] + l.full[side] + at, 1);
-        for (const List& list : u.lists)
-            for (int64_t j = 0; j < count; ++j) ahead.add(u.low_bits(l, side, list.tokens[j]), bytes[side]);
-    }
-    ahead.pace(2 * u.pages() * ((u.rows + FEW - 1) / FEW));
 }
 
 // Scans and selects.

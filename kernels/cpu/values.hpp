@@ -102,7 +102,7 @@ inline void weigh_page(const Layout& l, Unit& u, int64_t page, const float* peak
     float *weights = room(s.rows, FEW * P), unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * P;
-        ahead.step();
+        ahead.step(size_t(12 * rows));
         Each factor;
         const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
         for (int64_t r = 0; r < rows; ++r) {
