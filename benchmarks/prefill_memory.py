@@ -37,7 +37,7 @@ from bitkv_dist import model as models
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.parallel import mesh as meshes
-from bitkv_dist.plan.memory import SPARE_WORKSPACE_BYTES, Job, every_rank
+from bitkv_dist.plan.memory import PACKED_SPARE_BYTES, SPARE_WORKSPACE_BYTES, Job, every_rank
 from bitkv_dist.plan.models import from_config
 
 NEW_TOKENS = 2
@@ -165,9 +165,10 @@ def measure(args: argparse.Namespace) -> None:
     everyone = mesh.gather_objects(own)
     if mesh.world.rank == 0:
         shape = from_config("model", served.config, served.head_dim, served.max_positions)
+        spare = PACKED_SPARE_BYTES if args.prefill == "packed" else SPARE_WORKSPACE_BYTES
         job = Job(shape, run.cache, args.tokens + NEW_TOKENS, dtype=torch.float32, prefill=args.prefill)
         ranks = [
-            found | {"planned": asdict(plan) | {"total": plan.total}, "error": errors(found, plan.total)}
+            found | {"planned": asdict(plan) | {"total": plan.total, "spare": spare}, "error": errors(found, plan.total, spare)}
             for found, plan in zip(everyone, every_rank(job, 1, mesh.sp), strict=True)
         ]
         args.result.write_text(json.dumps({"sp": mesh.sp, "ranks": ranks}))
@@ -190,9 +191,9 @@ def live_by_class(engine: Engine, served: models.ServedModel) -> dict[str, int]:
     }
 
 
-def errors(found: dict[str, Any], planned_bytes: int) -> dict[str, float]:
+def errors(found: dict[str, Any], planned_bytes: int, spare_bytes: int) -> dict[str, float]:
     return {
-        "tensors": (planned_bytes - SPARE_WORKSPACE_BYTES) / found["peak_tensors"] - 1,
+        "tensors": (planned_bytes - spare_bytes) / found["peak_tensors"] - 1,
         "resident": planned_bytes / found["peak_rss"] - 1,
     }
 
@@ -215,7 +216,7 @@ def show(runs: list[dict[str, Any]]) -> None:
             plan, error = found["planned"], found["error"]
             measured = [*(found["classes"][name] for name in CLASSES), found["peak_tensors"], found["peak_rss"]]
             planned = [plan[name] for name in CLASSES[:3]]
-            totals = [plan["total"] - SPARE_WORKSPACE_BYTES, plan["total"]]
+            totals = [plan["total"] - plan["spare"], plan["total"]]
             print(f"{run['sp']:3d} {rank:4d} measured  {megabytes(measured)}")
             print(f"{'':8s} planned   {megabytes(planned)} {'':19s} {megabytes(totals)}")
             print(f"{'':8s} error     {'':49s} {error['tensors']:+9.1%} {error['resident']:+9.1%}")

@@ -156,19 +156,39 @@ def test_shares_are_those_of_the_placement(size, batch):
         assert shares(job(batch=batch), size, tokens) == counted
 
 
-def test_an_exact_prefill_peaks_where_planned(tmp_path):
-    """All live tensors, temporaries too: no copy of the keys, nothing that grows beside the formula."""
-    benchmark = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))
-    tokens, live = 8192, benchmark["Live"]()
-    served = model.load(benchmark["random_model"](tmp_path, tokens), dtype=torch.float32, device=CPU)
+BENCHMARK = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))
+
+
+def live_peak(folder, tokens: int, **generate) -> tuple[int, memory.RankBytes]:
+    """(peak of all live tensors, temporaries too; what the planner says) of reading so many tokens."""
+    new, live = BENCHMARK["NEW_TOKENS"], BENCHMARK["Live"]()
+    served = model.load(BENCHMARK["random_model"](folder / str(tokens), tokens), dtype=torch.float32, device=CPU)
     (mesh,) = simulated.run(1, lambda mesh: mesh)
-    engine = Engine(served, CacheConfig(), mesh, GenerateConfig(max_new_tokens=benchmark["NEW_TOKENS"], ignore_eos=True))
+    engine = Engine(served, CacheConfig(), mesh, GenerateConfig(max_new_tokens=new, ignore_eos=True, **generate))
     with live:
         engine.generate([[7919 * i % 256 for i in range(tokens)]])
     shape = from_config("random", served.config, served.head_dim, served.max_positions)
-    planned = memory.rank_bytes(Job(shape, CacheConfig(), tokens + benchmark["NEW_TOKENS"], dtype=torch.float32), 1, 1)
-    measured = live.peak + planned.weights
+    planned = memory.rank_bytes(Job(shape, CacheConfig(), tokens + new, dtype=torch.float32, **generate), 1, 1)
+    return live.peak + planned.weights, planned
+
+
+def test_an_exact_prefill_peaks_where_planned(tmp_path):
+    """No copy of the keys, nothing that grows beside the formula."""
+    measured, planned = live_peak(tmp_path, 8192)
     assert measured < planned.total - memory.SPARE_WORKSPACE_BYTES < 1.15 * measured
+
+
+def test_a_packed_prefill_peaks_at_the_same_height(tmp_path, monkeypatch):
+    """Twice the prompt takes the packed pages of the second half more, and a few partials for one more level of the tree."""
+    monkeypatch.setattr("bitkv_dist.layer.LEAST_GRANULES_AT_ONCE", 2)
+    monkeypatch.setattr("bitkv_dist.layer.SMALL_PARTIALS", 0)
+    peaks = {}
+    for tokens in (4096, 8192):
+        measured, planned = live_peak(tmp_path, tokens, prefill="packed")
+        assert planned.total - memory.PACKED_SPARE_BYTES == pytest.approx(measured, rel=0.15), tokens
+        peaks[tokens] = measured - planned.cache
+    partial = 4 * 512 * 4 * (32 + 2)
+    assert abs(peaks[8192] - peaks[4096]) < 3 * partial
 
 
 def test_stored_bytes_are_those_of_the_readme():

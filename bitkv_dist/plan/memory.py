@@ -28,6 +28,7 @@ MASS_SHARE = 0.5
 # What the libraries take at their first call, in code and buffers, and the allocator between tensors: measured on CPU by
 # benchmarks/prefill_memory.py. A GPU's context is in the memory that its data sheet leaves out (plan/machines.py).
 SPARE_WORKSPACE_BYTES = 56 << 20
+PACKED_SPARE_BYTES = 30 << 20  # of a packed prefill, which gives large blocks back (heap.py)
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def packed_workspace(job: Job, tp: int, sp: int) -> int:
     scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
-    return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + SPARE_WORKSPACE_BYTES
+    return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + PACKED_SPARE_BYTES
 
 
 def layer_row_bytes(job: Job, tp: int) -> int:
