@@ -65,6 +65,7 @@ inline float exp2_fast(float x) {
 // Sixteen at a time: the compiler splits them where registers are narrower.
 typedef float Sixteen __attribute__((vector_size(64)));
 typedef int32_t SixteenInts __attribute__((vector_size(64)));
+typedef uint32_t SixteenBits __attribute__((vector_size(64)));  // whose sums wrap
 
 inline Sixteen load16(const float* from) { Sixteen x; std::memcpy(&x, from, sizeof x); return x; }
 inline SixteenInts load16(const int32_t* from) { SixteenInts x; std::memcpy(&x, from, sizeof x); return x; }
@@ -106,7 +107,7 @@ inline Sixteen exp2_fast(Sixteen x) {
     p = p * f + 2.4022242e-1f;
     p = p * f + 6.9314700e-1f;
     p = p * f + 1.0f;
-    return p * (Sixteen)(((SixteenInts)shifted << 23) + (127 << 23));
+    return p * (Sixteen)(((SixteenBits)shifted << 23) + (127u << 23));
 }
 
 // a b + c, rounded once where the instruction set's registers allow it. Not for what has to be the same everywhere.
@@ -142,7 +143,7 @@ inline __attribute__((always_inline)) void exp2_beside(Sixteen (&x)[N]) {
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) p[i] = fused(p[i], x[i], zero + 1.0f);
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) x[i] = (Sixteen)((SixteenInts)p[i] + ((SixteenInts)shifted[i] << 23));  // p > 0: the exponent is added
+    for (int i = 0; i < N; ++i) x[i] = (Sixteen)((SixteenBits)p[i] + ((SixteenBits)shifted[i] << 23));  // p > 0: the exponent is added
 }
 
 typedef float Eight __attribute__((vector_size(32)));
