@@ -106,6 +106,7 @@ REFUSED = {
     f"{H200} --link nvlnk": "link 'nvlnk': must be GB/s[:us]",
     f"{H200} --link 0:3": "link '0:3': rate must be above 0",
     f"{H200} --bits 5": "cache.kv_bits 5",
+    f"{H200} --prefill exact --prefill-memory 0.001": "generate.prefill_memory_gb 0.001: keys and values of one layer take",
     f"{H200} --config tiered9": "config 'tiered9': no such preset or file",
 }
 

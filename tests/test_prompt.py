@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 def answer(mesh, folder, cache: str, heads_at_once: int = HEADS, chunk: int = 512, **generate):
     """Tokens, digest of the sealed bytes, exact rows, what was learnt, and the most that prompt keys took."""
-    served = model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    served = model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
     settings = {"max_new_tokens": 5, "ignore_eos": True, "chunk": chunk} | generate
     engine = Engine(served, CACHES[cache], mesh, GenerateConfig(model=str(folder), **settings))
     if not generate:  # these prompts are so short that the buffers of an exchange are more than they
@@ -53,6 +53,15 @@ def test_the_answer_does_not_depend_on_it(folder, cache):
             for mine, wanted in zip([*found[2], *found[3]], [*whole[2], *whole[3]], strict=True):
                 assert mine is wanted is None or torch.equal(mine, wanted)
             assert found[4] < whole[4]
+
+
+@pytest.mark.parametrize("layout", ["replicated", "helix"])
+def test_nor_where_heads_are_shared_too(folder, layout):
+    """Two tensor-parallel ranks times two: every rank has two KV heads, and gathers both or one."""
+    whole, parts = (simulated.run(4, answer, folder, "4bit", at_once, tp=2, layout=layout) for at_once in (2, 1))
+    for found, wanted in zip(parts, whole, strict=True):
+        assert found[:2] == wanted[:2] and found[4] < wanted[4]
+        assert all(map(torch.equal, found[2], wanted[2]))
 
 
 def test_heads_at_once():

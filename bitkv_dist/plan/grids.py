@@ -9,7 +9,7 @@ from typing import Any
 from bitkv_dist.config import LANES
 from bitkv_dist.plan.latency import StepMs, pays_above, step_ms
 from bitkv_dist.plan.machines import Machine
-from bitkv_dist.plan.memory import Job, RankBytes, dense_page, rank_bytes
+from bitkv_dist.plan.memory import Job, RankBytes, dense_page, gathered_heads, rank_bytes
 from bitkv_dist.split import check_tp, tp_choices
 
 MOST_TOKENS = 1 << 36  # where the search for the largest context ends
@@ -68,12 +68,15 @@ class Plan:
 
 
 def plan(job: Job, machine: Machine, tp: int | None = None, sp: int | None = None) -> Plan:
-    """tp, sp: the grid to look at; one of them alone leaves the other to the number of GPUs. ValueError if it is impossible."""
+    """tp, sp: the grid to look at; one of them alone leaves the other to the number of GPUs. ValueError if it is impossible, or
+    cannot read the prompt exactly as it is told to."""
     choices = grid_choices(job, machine)
     asked = asked_grid(job, machine, tp, sp)
     grids = [grid(job, machine, *choice) for choice in choices]
     best = best_grid(grids)
     chosen = next((found for found in grids if (found.tp, found.sp) == asked), best)
+    if chosen.prefill == "exact":
+        gathered_heads(job, chosen.tp, chosen.sp)
     others = {name: replace(job, page=dense_page(job, size)) for name, size in BASELINES.items()}
     baselines = {name: grid(other, machine, chosen.tp, chosen.sp) for name, other in others.items()}
     return Plan(job, machine, grids, best, chosen, others, baselines)
@@ -129,6 +132,10 @@ def choose_prefill(job: Job, memory_bytes: int, tp: int, sp: int) -> str:
     """What `auto` means: exact where it fits, else packed."""
     if job.prefill != "auto":
         return job.prefill
+    try:
+        gathered_heads(job, tp, sp)
+    except ValueError:
+        return "packed"
     return "exact" if rank_bytes(replace(job, prefill="exact"), tp, sp).total <= memory_bytes else "packed"
 
 

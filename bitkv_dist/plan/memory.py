@@ -208,15 +208,23 @@ def held_keys(job: Job, tp: int, prompt_tokens: int) -> int:
 
 def prompt_keys(job: Job, tp: int, sp: int) -> int:
     """Keys and values of one layer, as far as `prefill_memory_gb` lets every rank have them whole."""
-    heads = (len(job.split(tp, sp).kv_heads(job.shape.kv_heads)), job.shape.head_dim, job.dtype.itemsize)
-    lengths = [job.context] * job.batch
-    if job.prefill_memory_gb is None:
-        return prompt_bytes(lengths, heads, sp, heads[0])
     try:
-        at_once = fitting_heads(job.prefill_memory_gb * 1e9, lengths, heads, sp)
-    except ValueError:  # the run will say so
+        at_once = gathered_heads(job, tp, sp)
+    except ValueError:  # said of the grid that is chosen (grids.plan)
         at_once = 1
-    return prompt_bytes(lengths, heads, sp, at_once)
+    return prompt_bytes([job.context] * job.batch, prompt_heads(job, tp, sp), sp, at_once)
+
+
+def prompt_heads(job: Job, tp: int, sp: int) -> tuple[int, int, int]:
+    """KV heads of a rank, dimension, bytes per element."""
+    return len(job.split(tp, sp).kv_heads(job.shape.kv_heads)), job.shape.head_dim, job.dtype.itemsize
+
+
+def gathered_heads(job: Job, tp: int, sp: int) -> int:
+    """How many KV heads an exact prefill gathers at once. ValueError where `prefill_memory_gb` is too little for one."""
+    limit = job.prefill_memory_gb
+    lengths = [job.context] * job.batch
+    return fitting_heads(None if limit is None else limit * 1e9, lengths, prompt_heads(job, tp, sp), sp)
 
 
 def exact_workspace(job: Job, tp: int, sp: int) -> int:
