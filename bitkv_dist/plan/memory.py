@@ -19,7 +19,7 @@ from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
 from bitkv_dist.partial import lane_width
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
-from bitkv_dist.sequence import exact_rows, sealed_end
+from bitkv_dist.sequence import exact_rows, held_end
 from bitkv_dist.split import Split
 
 FLOAT32_BYTES = 4
@@ -152,7 +152,7 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
 def sealed_shares(job: Job, sp: int) -> list[int]:
     """Sealed tokens of each sequence rank when every sequence has all its tokens."""
     sink = shares(job, sp, job.config.sink_rounded)
-    return [end - start for end, start in zip(shares(job, sp, sealed_end(job.config, job.context)), sink, strict=True)]
+    return [end - start for end, start in zip(shares(job, sp, held_end(job.config, job.context)), sink, strict=True)]
 
 
 def shares(job: Job, sp: int, tokens: int) -> list[int]:
@@ -209,7 +209,7 @@ def packed_workspace(job: Job, tp: int, sp: int) -> int:
     of this rank's granules are joined, and then merged into lanes. Plain torch also holds scores, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
-    granules = -(-sealed_end(job.config, job.context) // GRANULE_TOKENS) or 1
+    granules = -(-held_end(job.config, job.context) // GRANULE_TOKENS) or 1
     queries = min(job.chunk, max(1, PARTIALS_AT_ONCE // (granules * heads * shape.head_dim)))
     own, lanes = -(-granules // sp), lane_width(granules, placement.residue_count(sp))
     partials = (own + max(own, lanes)) * queries * heads * (shape.head_dim + 2)
