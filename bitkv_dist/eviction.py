@@ -73,7 +73,7 @@ class PageTable:
         heads = self.pages.shape[1]
         mass, seen = (torch.zeros(count, heads, dtype=torch.int64) if t is None else t for t in (mass, seen))
         value = self.value(mass, seen) if self.heavy else torch.zeros(count, heads)
-        best = count - 1 - value.flip(0).argsort(0, descending=True, stable=True)[:room]  # of equal ones the newer
+        best = count - 1 - torch.argsort(value.flip(0), dim=0, descending=True, stable=True)[:room]  # of equal ones the newer
         best = best.sort(0).values
         self.pages, self.mass, self.seen = best + first, mass.gather(0, best), seen.gather(0, best)
 
@@ -133,7 +133,7 @@ def prompt_mass(q: torch.Tensor, k: torch.Tensor, start: int, ends: torch.Tensor
     heads, group, n, _ = q.shape
     position = torch.arange(start, start + n, device=q.device)
     chosen = ((position + 1) % STRIDE == 0).nonzero().flatten()
-    page, pages = config.page_tokens, int(ends.max()) // config.page_tokens
+    page, pages = config.page_tokens, min(int(ends.max()), k.shape[1]) // config.page_tokens  # less than a sink may be there
     found = torch.zeros(pages, heads, dtype=torch.int64)
     first = torch.arange(pages, device=q.device) * page
     at_once = max(1, SCORES_AT_ONCE // (group * k.shape[1]))
