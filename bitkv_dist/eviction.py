@@ -43,9 +43,8 @@ class PageTable:
     def place(self, page: int, room: int) -> None:
         """Take in a page that was just sealed, in a slot of its own or in that of the page that each head gives up."""
         if len(self) < room:
-            grown = (torch.cat((old, torch.full_like(old[:1], 0))) if len(old) else torch.zeros(1, old.shape[1], dtype=old.dtype)
-                     for old in (self.pages, self.mass, self.seen))  # fmt: skip
-            self.pages, self.mass, self.seen = grown
+            blank = torch.zeros(1, self.pages.shape[1], dtype=torch.int64)
+            self.pages, self.mass, self.seen = (torch.cat((old, blank)) for old in (self.pages, self.mass, self.seen))
             slots = torch.full((self.pages.shape[1],), len(self) - 1)
         elif room == 0:
             return

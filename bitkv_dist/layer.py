@@ -99,7 +99,8 @@ class PackedLayer:
         learns = any(layer.states[sequence].tuning is not None for layer in (self, *others))
         state.probe_ends = probe_ends(tokens) if learns else []
         if any(layer.cache.config.eviction == "heavy" for layer in (self, *others)):
-            state.received = torch.zeros(state.sealed_at(tokens) // state.page_tokens, self.cache.heads.kv_heads, dtype=torch.int64)
+            pages = state.sealed_at(tokens) // state.page_tokens
+            state.received = torch.zeros(pages, self.cache.heads.kv_heads, dtype=torch.int64)
 
     def finish_prompt(self, sequence: int, others: Sequence[PackedLayer] = ()) -> None:
         """Seal the prompt's pages, keep its sink and recent window, drop the rest."""
@@ -197,7 +198,8 @@ class PackedLayer:
         config, first = self.cache.config, state.sink // state.page_tokens
         count, seen = end // state.page_tokens - first, None
         if state.table.heavy:
-            seen = prompt_seen(self.sealed_ends(0, state.length), config, first + count)[first:, None].expand(-1, received.shape[1])
+            seen = prompt_seen(self.sealed_ends(0, state.length), config, first + count)[first:, None]
+            seen = seen.expand(-1, received.shape[1])
             received = received[first : first + count]
         state.table.choose(first, count, config.kept_pages(count), received, seen)
 
@@ -214,7 +216,8 @@ class PackedLayer:
         table = self.states[sequence].table
         if table is None or not table.heavy:
             return
-        per_granule, first = GRANULE_TOKENS // self.cache.config.page_tokens, self.states[sequence].sink // self.cache.config.page_tokens
+        page = self.cache.config.page_tokens
+        per_granule, first = GRANULE_TOKENS // page, self.states[sequence].sink // page
         owned = [self.cache.shard.owns((first + slot) // per_granule, sequence) for slot in range(len(table))]
         table.settle(torch.tensor(owned, dtype=torch.bool), self.gathered)
 
@@ -322,7 +325,8 @@ class PackedLayer:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return torch.cat(found).flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
-    def watch_prompt(self, state: SequenceState, q: torch.Tensor, k: torch.Tensor, heads: slice, start: int, scaling: float) -> None:
+    def watch_prompt(self, state: SequenceState, q: torch.Tensor, k: torch.Tensor, heads: slice, start: int,
+                     scaling: float) -> None:
         """Count what pages receive from a chunk's queries q [heads, G, n, D]; k [heads, start + n, D]."""
         ends = self.sealed_ends(start, start + q.shape[2]).to(q.device)
         mass = prompt_mass(q.float() * (scaling * math.log2(math.e)), k, start, ends, self.cache.config)

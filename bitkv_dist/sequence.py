@@ -92,7 +92,7 @@ class SequenceState:
         self.rows().copy_(rows)
 
     def pages(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(slot, record [HK, record_bytes]) of the sealed pages held here; without eviction the slot is the global page index."""
+        """(slot, record [HK, record_bytes]) of the sealed pages held here; without eviction a slot is a global page."""
         for records, valid, granules in self.granules(1):
             for place in valid[0].nonzero().flatten().tolist():
                 yield granules[0] * records.shape[1] + place, records[0, place]

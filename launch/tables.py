@@ -21,7 +21,8 @@ def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig, n
     """One line per text and codec; notes: further lines below the table."""
     first, last = positions
     table = Table(title=f"teacher-forced, positions {first}:{last}")
-    for heading in ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined", "kept"):
+    names = ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined", "kept")
+    for heading in names:
         table.add_column(heading, justify="left" if heading in ("text", "codec") else "right")
     for before, row in zip([None, *rows], rows, strict=False):
         if before and before["text"] != row["text"]:

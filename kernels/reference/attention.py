@@ -90,8 +90,8 @@ def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch
                  page_mass: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partials of q fp32 [HK, Q, G, D] (base 2) over k, v fp32 [n, HK, T, D]: m, l [n, HK, Q, G], o [n, HK, Q, G, D].
 
-    valid: bool broadcastable to [n, HK, Q, G, T], or None. page_mass fp32 [n, HK, Q, G, pages] of equal pages, to fill with what
-    each has of l. T = 0 gives the empty partial. Never SDPA: with one query its last
+    valid: bool broadcastable to [n, HK, Q, G, T], or None. page_mass fp32 [n, HK, Q, G, pages]: to fill with what each
+    of so many equal pages has of l. T = 0 gives the empty partial. Never SDPA: with one query its last
     bits depend on the number of threads.
     """
     shape = (k.shape[0], *q.shape[:3])
