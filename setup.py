@@ -33,6 +33,7 @@ if platform.machine() in ("x86_64", "AMD64"):
         "-mavx512dq",
         "-mavx512vnni",
         "-mavx512vbmi",
+        "-mgfni",
         "-mf16c",
         "-mprefer-vector-width=512",
     ]

@@ -187,8 +187,10 @@ def elements_of(kernel: str, shape: Shape) -> int | None:
 
 def programs_of(kernel: str, arch: str, shape: Shape) -> int:
     """How many programs read the same elements, each for some of the query heads."""
-    heads = language.next_power_of_2(shape.group)
-    return max(1, heads // tables.ARCHITECTURES[arch].heads_at_once(shape.dim)) if kernel in ("decode", "tail") else 1
+    chosen = tables.ARCHITECTURES[arch]
+    at_once = {name: chosen.heads_at_once(shape.dim) for name in ("decode", "tail")}
+    at_once |= {"scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.refine_heads_at_once(shape.dim)}
+    return max(1, language.next_power_of_2(shape.group) // at_once[kernel]) if kernel in at_once else 1
 
 
 def row_of(code: Code, kernel: str, shape: Shape) -> dict:

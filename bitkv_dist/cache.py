@@ -11,6 +11,7 @@ from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
+from bitkv_dist.loops import looped_layers
 from bitkv_dist.partial import Partial, root
 from bitkv_dist.shortage import needing
 from bitkv_dist.tables import StepTables
@@ -63,7 +64,7 @@ class PackedCache:
         self, config: CacheConfig, heads: HeadShape, sequences: int, shard: Shard | None = None, audit: bool = False
     ) -> None:
         """audit: also encode, and digest, the pages that other ranks own."""
-        config.check_model(heads.layers, heads.head_dim)
+        config.check_model(heads.layers, heads.head_dim, loops=heads.loops)
         self.config, self.heads, self.sequences, self.audit = config, heads, sequences, audit
         self.shard = shard or Shard()
         self.step = Step([])
@@ -73,7 +74,8 @@ class PackedCache:
         self.finite = torch.ones(
             heads.layers, dtype=torch.bool, device=heads.device
         )  # whether every attention output so far was
-        self.layers = [PackedLayer(self, index) for index in range(heads.layers)]
+        looped = config.codec == "looped"
+        self.layers = looped_layers(self) if looped else [PackedLayer(self, index) for index in range(heads.layers)]
         self._tables: StepTables | None = None
 
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:

@@ -20,7 +20,8 @@ from bitkv_dist.split import LAYOUTS
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
 
-STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "tailored": (1,), "residual": (2,)}
+STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "tailored": (1,), "residual": (2,),
+               "looped": (2,)}  # looped: of the residuals; its anchors have 4
 CALIBRATED = ("tailored", "residual")  # codecs whose codebooks `bitkv calibrate` makes
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "model", "bfloat16")
@@ -66,7 +67,7 @@ class CacheConfig:
 
     SECTION: ClassVar[str] = "cache"
 
-    codec: str = "planes"  # planes | minmax | exact | tailored | residual
+    codec: str = "planes"  # planes | minmax | exact | tailored | residual | looped
     key_bits: int = 4
     value_bits: int = 4
     scan_bits: int | None = None  # planes read for every token; None = all of them, so nothing is refined
@@ -98,7 +99,7 @@ class CacheConfig:
         between(self, "recent_tokens", 0, None)
         between(self, "seed", 0, 2**64 - 1)
         self._only_for(("planes",), ("scan_bits", "refine", "score"))
-        self._only_for(("planes", *CALIBRATED), ("correction",))
+        self._only_for(("planes", "looped", *CALIBRATED), ("correction",))
         self._only_for(("minmax",), ("key_group_tokens", "value_group_channels"))
         self._only_for(CALIBRATED, ("calibration", "calibration_digest"))
         if self.codec == "planes":
@@ -153,6 +154,9 @@ class CacheConfig:
             if keep is not None:
                 refuse(self, "eviction_keep", "nothing is evicted without a rule", "set eviction: window or heavy")
             return
+        if self.codec == "looped":
+            rule = "codec looped seals a page of all loops at once and gives none of them up"
+            refuse(self, "eviction", rule, "leave it out or set codec: planes")
         if keep is None:
             refuse(self, "eviction", "how much stays is not said", "set eviction_keep to a share such as 0.25, or to tokens")
         if keep < 0 or (keep >= 1 and keep % 1):
@@ -185,6 +189,8 @@ class CacheConfig:
         return {name: value for name, value in asdict(self).items() if name != "calibration"}
 
     def _check_layers(self) -> None:
+        if self.layers and self.codec == "looped":
+            refuse(self, "layers", "codec looped keeps the layers of all loops alike", "leave it out or set codec: planes")
         seen: set[int] = set()
         for entry in self.layers:
             if twice := seen.intersection(entry.layers):
@@ -215,8 +221,12 @@ class CacheConfig:
             refine = None
         return replace(self, layers=(), refine=refine, **changed)
 
-    def check_model(self, layers: int, head_dim: int, positions: int | None = None) -> None:
-        """Refuse what a model of `layers` layers, `head_dim` channels per head and `positions` positions cannot have."""
+    def check_model(self, layers: int, head_dim: int, positions: int | None = None, loops: int = 1) -> None:
+        """Refuse what a model of `layers` layers (those of all its loops), `head_dim` channels per head and `positions`
+        positions cannot have."""
+        if self.codec == "looped" and loops < 2:
+            rule = "the model runs its layers once, so that no loop can be the anchor of others"
+            refuse(self, "codec", rule, "take a model that loops (ouro), or another codec such as planes")
         for name in ("sink_tokens", "recent_tokens"):
             if positions is not None and getattr(self, name) > positions:
                 rule = f"the model has {positions} positions"

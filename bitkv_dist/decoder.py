@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from bitkv_dist import ouro
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.cpu import dense
 from bitkv_dist.split import Split
@@ -30,6 +31,8 @@ def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
         return f"tp {split.tp} with layout {split.layout} exchanges inside a layer"
     if dtype not in WEIGHTS:
         return f"{str(dtype).removeprefix('torch.')} weights"
+    if config.model_type == ouro.MODEL_TYPE:
+        return "looped layers with norms behind attention and MLP"
     return None if config.hidden_act == "silu" else f"activation {config.hidden_act}"
 
 

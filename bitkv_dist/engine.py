@@ -64,7 +64,7 @@ class Engine:
         group = model.local_heads // model.local_kv_heads
         self.heads = HeadShape(
             model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim, model.dtype, model.device, group,
-            f"{model.fingerprint:016x}",
+            f"{model.fingerprint:016x}", model.loops,
         )  # fmt: skip
         make_codec(cache.for_layer(0), self.heads, 0)  # refuses another model's calibration before a prompt is read
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))

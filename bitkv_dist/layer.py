@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,16 +21,19 @@ from bitkv_dist.eviction import Watched, prompt_mass, prompt_seen
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
-from bitkv_dist.partial import Partial, empty, lane_width, merge, tree
+from bitkv_dist.partial import Partial, merge
 from bitkv_dist.prompt import Prompt
 from bitkv_dist.sequence import SequenceState
 from bitkv_dist.shortage import needing
+from bitkv_dist.subtree import LEVELS, walk
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
     from bitkv_dist.tables import StepTables
 
-PARTIALS_AT_ONCE = 1 << 25  # elements of the granules' outputs that a chunk of queries holds at a time
+PARTIALS_AT_ONCE = 1 << 25  # elements of the outputs that a chunk of queries holds at a time, for granules and tree nodes
+LEAST_GRANULES_AT_ONCE = 16  # whose partials live together; more of them where a partial is small:
+SMALL_PARTIALS = 1 << 20  # elements
 PAGES_AT_ONCE = 32  # pages that are encoded together: sealing a long prompt makes no copy of it
 SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
@@ -153,6 +156,10 @@ class PackedLayer:
         state.length += 1
         return rows.shape[2]
 
+    def settle(self, sequence: int, rows: torch.Tensor) -> None:
+        """Seal what a chunk has made due, and keep the rest of its exact rows [2, HK, count, D]."""
+        self.keep(sequence, self.seal_due(sequence, self.states[sequence].length, rows))
+
     def seal_due(self, sequence: int, length: int, rows: torch.Tensor) -> torch.Tensor:
         """Seal the pages due at `length` tokens; rows [2, HK, count, D] start with the sink. Returns those that stay exact."""
         state, sink = self.states[sequence], self.cache.config.sink_rounded
@@ -173,20 +180,31 @@ class PackedLayer:
         """Encode the pages that this rank owns of rows [2, HK, n * P, D], whole pages from first_token on."""
         page_tokens = self.cache.config.page_tokens
         pages = rows.unflatten(2, (-1, page_tokens)).transpose(1, 2)  # [2, n, HK, P, D]
-        self.check_finite(pages, first_token)
-        state, first, per_granule = self.states[sequence], first_token // page_tokens, GRANULE_TOKENS // page_tokens
-        places = [state.slots_of(first + i) for i in range(pages.shape[1])]
-        owned = [[slot for slot in slots if self.cache.shard.owns(slot // per_granule, sequence)] for slots in places]
-        wanted = [i for i, own in enumerate(owned) if own or (self.cache.audit and places[i])]
+        first = first_token // page_tokens
+        numbers = list(range(first, first + pages.shape[1]))
+        self.check_finite(pages, numbers)
+        wanted = self.wanted(sequence, numbers)
         if not wanted:
             return
-        place = [[first + i for i in wanted]] if self.codec.positional else []
-        records = self.codec.encode(pages[0, wanted], pages[1, wanted], *place)
-        for i, record in zip(wanted, records, strict=True):
-            for slot, heads in places[i].items():
-                if slot in owned[i]:
+        own = [number - first for number in wanted]
+        place = [wanted] if self.codec.positional else []
+        self.store(sequence, wanted, self.codec.encode(pages[0, own], pages[1, own], *place))
+
+    def wanted(self, sequence: int, numbers: Sequence[int]) -> list[int]:
+        """Those of these pages that are encoded here: this rank's, and with an audit all; of those that are kept."""
+        state, per_granule = self.states[sequence], GRANULE_TOKENS // self.cache.config.page_tokens
+        owns, audit = self.cache.shard.owns, self.cache.audit
+        return [page for page in numbers if any(audit or owns(slot // per_granule, sequence) for slot in state.slots_of(page))]
+
+    def store(self, sequence: int, numbers: Sequence[int], records: torch.Tensor) -> None:
+        """Keep the records [n, HK, record_bytes] of these pages, or, of slots of other ranks, their digests."""
+        state, per_granule = self.states[sequence], GRANULE_TOKENS // self.cache.config.page_tokens
+        for number, record in zip(numbers, records, strict=True):
+            for slot, heads in state.slots_of(number).items():
+                granule, place = divmod(slot, per_granule)
+                if self.cache.shard.owns(granule, sequence):
                     with needing(f"more sealed pages of layer {self.index}"):
-                        page = state.sealed.page(*divmod(slot, per_granule))
+                        page = state.sealed.page(granule, place)
                     page[heads] = record[heads]
                 elif self.cache.audit:
                     self.audited.update({(sequence, slot, head): digest(record[head]) for head in heads})
@@ -207,11 +225,11 @@ class PackedLayer:
         """Slots for pages that are due, in the place of others where there is no more room."""
         state, first = self.states[sequence], self.states[sequence].sink // self.cache.config.page_tokens
         if self.cache.config.kept_pages(pages.stop - first) < len(state.table) + len(pages):
-            self.settle(sequence)
+            self.settle_masses(sequence)
         for page in pages:
             state.table.place(page, self.cache.config.kept_pages(page + 1 - first))
 
-    def settle(self, sequence: int) -> None:
+    def settle_masses(self, sequence: int) -> None:
         """The same masses on every rank; collective."""
         table = self.states[sequence].table
         if table is None or not table.heavy:
@@ -243,10 +261,12 @@ class PackedLayer:
             state.table.receive(slots[used], mass[used.to(mass.device)], 0)
         state.table.seen += queries
 
-    def check_finite(self, pages: torch.Tensor, first_token: int) -> None:
+    def check_finite(self, pages: torch.Tensor, numbers: Sequence[int]) -> None:
+        """pages [2, n, HK, P, D]; numbers: their global indices."""
         if not torch.isfinite(pages).all():
-            side, token = (~torch.isfinite(pages)).any(dim=(2, 4)).flatten(1).nonzero()[0].tolist()
-            raise FloatingPointError(f"layer {self.index}, token {first_token + token}: {('key', 'value')[side]} is not finite")
+            side, page, place = (~torch.isfinite(pages)).any(dim=(2, 4)).nonzero()[0].tolist()
+            token = numbers[page] * self.cache.config.page_tokens + place
+            raise FloatingPointError(f"layer {self.index}, token {token}: {('key', 'value')[side]} is not finite")
 
     def keep(self, sequence: int, rows: torch.Tensor) -> None:
         self.states[sequence].exact[:, :, : rows.shape[2]] = rows
@@ -353,7 +373,7 @@ class PackedLayer:
         if state.tuning is not None and not self.cache.step.decode:
             self.calibrate(sequence, chunk_probes(state, query))
         if query.shape[1] > 1:
-            self.keep(sequence, self.seal_due(sequence, state.length, rows))
+            self.settle(sequence, rows)
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
 
     def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial, first: int = 0) -> Partial:
@@ -362,9 +382,7 @@ class PackedLayer:
         query fp32 [HK, n, G, D] in base 2, of a step's positions from its `first` on; exact: the partial of its exact tokens.
         """
         state = self.states[sequence]
-        # A granule's partial has D + 2 numbers for each query row: long caches take the positions of a chunk in parts.
-        granules = max(1, -(-state.held_end // GRANULE_TOKENS))  # of all ranks: they must cut a chunk alike
-        at_once = max(1, PARTIALS_AT_ONCE // (granules * query[:, 0].numel()))
+        at_once = queries_at_once(query[:, 0].numel())
         if query.shape[1] > at_once:
             exacts = [Partial(*part) for part in zip(*(t.split(at_once, 1) for t in exact), strict=True)]
             parts = zip(query.split(at_once, 1), exacts, range(0, query.shape[1], at_once), strict=True)
@@ -397,14 +415,21 @@ class PackedLayer:
         numbers for each score.
         """
         shard, heads = self.cache.shard, shape[:3]
-        parts = [compute(*block) for block in state.granules(self.granules_at_once(heads, cost), end)]
-        if not parts:
-            return empty((shard.nodes, *heads), shape[3], state.exact.device)
-        part = parts[0] if len(parts) == 1 else Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        del parts  # the tree's lanes take as much again
-        index = torch.tensor(state.sealed.granules[: len(part.m)], device=part.m.device)
-        width = lane_width(-(-state.held_end // GRANULE_TOKENS), shard.nodes)
-        return tree(part, index, width, shard.nodes)
+        most = partials_at_once(math.prod(shape))
+        block = min(most, self.granules_at_once(heads, cost))
+
+        def blocks(modulus: int, residue: int) -> Iterator[Partial]:
+            return (compute(*found) for found in self.blocks(state, block, end, (modulus, residue)))
+
+        held = state.sealed.before(-(-end // GRANULE_TOKENS))
+        granules = -(-state.held_end // GRANULE_TOKENS)
+        return walk(blocks, held, granules, shard.nodes, most, shape, state.exact.device)
+
+    def blocks(
+        self, state: SequenceState, most: int, end: int, of: tuple[int, int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        """`state.granules` of (modulus, residue) `of`, as the codec reads them."""
+        return state.granules(most, end, *of)
 
     def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
         """Where scope global cuts the ranking of all sealed tokens, the same on every rank.
@@ -472,6 +497,17 @@ class PackedLayer:
             return self.codec.measure(lesson, query, tuning, records, valid, exact)
 
         return self.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])
+
+
+def partials_at_once(elements: int) -> int:
+    """How many granules' partials, their outputs of so many elements each, live together."""
+    return max(LEAST_GRANULES_AT_ONCE, SMALL_PARTIALS // max(1, elements))
+
+
+def queries_at_once(elements: int) -> int:
+    """How many positions of a chunk, outputs of so many elements each, attend to sealed pages together: those of a block and
+    of its merge, and one per level of the tree live at a time."""
+    return max(1, PARTIALS_AT_ONCE // ((2 * LEAST_GRANULES_AT_ONCE + LEVELS) * elements))
 
 
 def base2(q: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from bitkv_dist import attention, checkpoint
+from bitkv_dist import attention, checkpoint, ouro
 from bitkv_dist.decoder import Decoder, unserved
 from bitkv_dist.shards import Ranks, Shards, shard
 from bitkv_dist.split import Split, check_tp
@@ -26,6 +26,7 @@ SERVED = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    ouro.MODEL_TYPE: "OuroForCausalLM",
 }
 # These give a position the same angle whatever the length of the text; "dynamic" and "longrope" do not, and a key that is
 # sealed in the cache cannot be rotated again.
@@ -39,7 +40,11 @@ _FINGERPRINT_BLOCKS, _FINGERPRINT_BLOCK = 32, 64
 
 @dataclass
 class ServedModel:
-    """A model in eval mode. Head counts are global; `local_*` and `first_kv_head` describe this rank's shard."""
+    """A model in eval mode. Head counts are global; `local_*` and `first_kv_head` describe this rank's shard.
+
+    layers: those of the cache. Of `loops` loops over the module's layers, each has its own: layer i is the module's i modulo
+    layers / loops.
+    """
 
     name: str
     config: PreTrainedConfig
@@ -62,6 +67,7 @@ class ServedModel:
     undecoded: str | None = None  # why by these
     widened: Widened | None = None  # the module's weights in `dtype`, where they are kept in another type
     shards: Shards | None = None  # of a model whose weights several ranks share
+    loops: int = 1
 
     @property
     def weights(self) -> torch.dtype:
@@ -104,18 +110,21 @@ class ServedModel:
         `cache.update(k, v, layer_idx)` gets k, v [b, HK_local, n, D] and returns its handle twice; the handle's
         `attend(q [b, H_local, n, D], scaling=)` gives [b, n, H_local, D].
         """
-        layer = self.widened.layer(index) if self.widened else self.module.model.layers[index]
+        loop, place = divmod(index, self.layers // self.loops)
+        layer = self.widened.layer(place) if self.widened else self.module.model.layers[place]
         if self.shards is not None and self.split.helix:
             self.shards.round_rows = round_rows
         if self.decoder is not None and self.dtype == torch.float32:
             return self.decoder.layer(index, layer, hidden, position_embeddings, cache)
-        return layer(
+        hidden = layer(
             hidden,
             attention_mask=None,
             position_ids=position_ids,
-            past_key_values=cache,
+            past_key_values=ouro.LoopSlots(cache, index - place) if loop else cache,
             position_embeddings=position_embeddings,
         )
+        ends_a_loop = index + 1 < self.layers and (index + 1) % (self.layers // self.loops) == 0
+        return self.module.model.norm(hidden) if ends_a_loop else hidden  # after the last loop the head has it
 
     @torch.no_grad()
     def idle(self, index: int, round_rows: int) -> None:
@@ -123,7 +132,7 @@ class ServedModel:
         if self.shards is None or not self.split.helix:
             return
         self.shards.round_rows = round_rows
-        layer = self.module.model.layers[index]
+        layer = self.module.model.layers[index % (self.layers // self.loops)]
         for part, width in ((layer.self_attn.o_proj, self.local_heads * self.head_dim), (layer.mlp, self.config.hidden_size)):
             part(torch.empty(1, 0, width, dtype=self.dtype, device=self.device))
 
@@ -151,6 +160,7 @@ class ServedModel:
 def check(source: str, tp: int = 1, ranks: int | None = None) -> PreTrainedConfig:
     """The configuration of a model that can be served on `tp` tensor-parallel ranks, of `ranks` in all; ValueError before
     weights load."""
+    ouro.register()
     model_type = checkpoint.read_model_type(source)
     if model_type not in SERVED:
         raise ValueError(f"model {source}: architecture {model_type} is not served; use one of {', '.join(SERVED)}")
@@ -198,7 +208,7 @@ def load(
         dtype=dtype,
         device=device,
         fingerprint=fingerprint,
-        layers=config.num_hidden_layers,
+        layers=layers_of(config),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim_of(config),
@@ -211,6 +221,7 @@ def load(
         undecoded=undecoded,
         widened=Widened(module) if kept != dtype else None,
         shards=shards,
+        loops=loops_of(config),
     )
 
 
@@ -230,6 +241,16 @@ def _kept_dtype(
 
 def head_dim_of(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def loops_of(config: PreTrainedConfig) -> int:
+    """How often a token passes the layers."""
+    return config.total_ut_steps if config.model_type == ouro.MODEL_TYPE else 1
+
+
+def layers_of(config: PreTrainedConfig) -> int:
+    """Layers that keep keys and values of their own: each of the model's, in each of its loops."""
+    return config.num_hidden_layers * loops_of(config)
 
 
 def max_positions_of(config: PreTrainedConfig) -> int:
@@ -277,6 +298,10 @@ def _check_features(source: str, config: PreTrainedConfig) -> None:
     for softcap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, softcap, None) is not None:
             refuse(f"{softcap} {getattr(config, softcap)}", "use a model without it")
+    if config.model_type == ouro.MODEL_TYPE and config.total_ut_steps < 1:
+        refuse(f"total_ut_steps {config.total_ut_steps}", "it must be at least 1")
+    if getattr(config, "early_exit_threshold", 1.0) < 1:
+        refuse(f"early_exit_threshold {config.early_exit_threshold}", "all loops run; set it to 1.0")
     head_dim = head_dim_of(config)
     odd_part = head_dim // (head_dim & -head_dim)
     if head_dim % 8 or odd_part not in (1, 3, 5, 7):

@@ -66,7 +66,7 @@ def fill_lanes(granules: Partial, index: torch.Tensor, width: int) -> Partial:
     """Lanes [width, ...] from partials of granules [n, ...] with ascending global indices int64 [n]; lane = index mod width,
     token order.
 
-    width = a power of two <= 256. Below 256 it must exceed every index, so that no lane takes two granules.
+    width = a power of two <= 256; of a whole sequence's granules as `lane_width` says, so that no lane below 256 takes two.
     """
     lanes = empty((width, *granules.m.shape[1:]), granules.o.shape[-1], granules.m.device)
     turns = index // width

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.heap import return_large_blocks
 from bitkv_dist.model import ServedModel
 from bitkv_dist.shortage import needing
 
@@ -77,6 +78,7 @@ def packed(model: ServedModel, cache: PackedCache, prompts: list[list[int]], chu
     Chunks end at multiples of `chunk` in the whole sequence, wherever the prompt begins. A prompt may have no tokens. Returns
     hidden [sequences that got tokens, E] of the last tokens.
     """
+    return_large_blocks()
     last, done, total = [], 0, sum(map(len, prompts))
     for sequence, prompt in enumerate(prompts):
         if not prompt:

@@ -46,16 +46,24 @@ class SealedStore:
             slot -= len(slab)
         raise IndexError(granule)
 
-    def blocks(self, most: int, before: int | None = None) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    def before(self, granule: int) -> list[int]:
+        """The granules held here before this one."""
+        return self.granules[: bisect_left(self.granules, granule)]
+
+    def blocks(
+        self, most: int, before: int | None = None, modulus: int = 1, residue: int = 0
+    ) -> Iterator[tuple[torch.Tensor, list[int]]]:
         """(records [n, pages, HK, record_bytes], their global granules) with n <= most, in token order; only granules <
-        before."""
+        before, and those congruent to `residue`: views whose granules may lie apart."""
         first = 0
         count = len(self.granules) if before is None else bisect_left(self.granules, before)
         for slab in self.slabs:
-            used = min(len(slab), count - first)
-            for start in range(0, used, most):
-                stop = min(start + most, used)
-                yield slab[start:stop], self.granules[first + start : first + stop]
+            used = range(max(0, min(len(slab), count - first)))
+            slots = used if modulus == 1 else [slot for slot in used if self.granules[first + slot] % modulus == residue]
+            step = slots[1] - slots[0] if len(slots) > 1 else 1  # the same all along: owners of granules come in turns
+            for start in range(0, len(slots), most):
+                some = slots[start : start + most]
+                yield slab[some[0] : some[-1] + 1 : step], [self.granules[first + slot] for slot in some]
             first += len(slab)
 
     def addresses(self) -> Iterator[tuple[int, int]]:

@@ -109,13 +109,15 @@ class SequenceState:
         valid = (start >= self.sink) & (start < self.held_end)
         return View(list(map(len, slabs)), index, valid, width, shard_nodes, (heads, group, dim))
 
-    def granules(self, most: int, end: int | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-        """At most `most` granules held here at a time, in token order: their records [n, pages, HK, record_bytes], which of
-        their page slots hold a page and lie before `end` (the sink's and those to come do not), bool [n, pages], and their
-        global indices.
+    def granules(
+        self, most: int, end: int | None = None, modulus: int = 1, residue: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+        """At most `most` granules held here at a time, in token order, of those congruent to `residue`: their records
+        [n, pages, HK, record_bytes], which of their page slots hold a page and lie before `end` (the sink's and those to come
+        do not), bool [n, pages], and their global indices.
         """
         end = self.held_end if end is None else end
         place = torch.arange(0, GRANULE_TOKENS, self.page_tokens, device=self.exact.device)
-        for records, granules in self.sealed.blocks(most, -(-end // GRANULE_TOKENS)):
+        for records, granules in self.sealed.blocks(most, -(-end // GRANULE_TOKENS), modulus, residue):
             start = torch.tensor(granules, device=place.device)[:, None] * GRANULE_TOKENS + place
             yield records, (start >= self.sink) & (start < end), granules

@@ -72,7 +72,7 @@ class Bench:
             calibrated = {"cache.codec": self.origin(name).codec, "cache.calibration": name}
             name, overrides = "exact", overrides | calibrated
         cache = build(name, overrides).cache
-        cache.check_model(self.model_config.num_hidden_layers, models.head_dim_of(self.model_config))
+        cache.check_model(self.shape.layers, self.shape.head_dim, loops=self.shape.loops)
         return cache
 
     def origin(self, path: str) -> Origin:
@@ -133,7 +133,8 @@ class Bench:
     @property
     def shape(self) -> HeadShape:
         config = self.model_config
-        return HeadShape(config.num_hidden_layers, 0, config.num_key_value_heads, models.head_dim_of(config), torch.float32)
+        heads = (models.layers_of(config), 0, config.num_key_value_heads, models.head_dim_of(config), torch.float32)
+        return HeadShape(*heads, loops=models.loops_of(config))
 
     @cached_property
     def mesh(self) -> meshes.Mesh:

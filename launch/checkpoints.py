@@ -81,7 +81,7 @@ class Checkpoints:
             folder = find(self._place)
             manifest = Manifest.read(folder)
             manifest.check_same_run(self.settings, prompts)
-            shape = (model.num_hidden_layers, model.num_key_value_heads, models.head_dim_of(model))
+            shape = (models.layers_of(model), model.num_key_value_heads, models.head_dim_of(model))
             manifest.check_run(self._config.cache, *shape)
             manifest.check_files(folder)
         return folder, manifest

@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     model_config = models.check(config.generate.model, config.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
-    config.cache.check_model(model_config.num_hidden_layers, models.head_dim_of(model_config), positions)
+    shape = (models.layers_of(model_config), models.head_dim_of(model_config), positions)
+    config.cache.check_model(*shape, models.loops_of(model_config))
     mesh = meshes.start(config.parallel, say=shell.say_for_all)
     run = _Run(asked, config, mesh, positions)
     try:

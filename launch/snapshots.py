@@ -56,7 +56,7 @@ class Snapshots:
         with about(f"load-cache {generate.load_cache}"):
             folder = find(Path(generate.load_cache))
             manifest = Manifest.read(folder)
-            shape = (model.num_hidden_layers, model.num_key_value_heads, models.head_dim_of(model))
+            shape = (models.layers_of(model), model.num_key_value_heads, models.head_dim_of(model))
             manifest.check_run(self._config.cache, *shape)
             manifest.check_files(folder)
             if interactive and len(manifest.sequences) > 1:

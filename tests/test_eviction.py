@@ -11,6 +11,7 @@ import simulated
 import tiny
 import torch
 
+from bitkv_dist import layer as layers
 from bitkv_dist import model as models
 from bitkv_dist.cache import PackedCache, Step
 from bitkv_dist.codec.interface import HeadShape
@@ -69,6 +70,8 @@ def filled(cache: CacheConfig, tokens: int, chunk: int = 1, seed: int = 0) -> tu
         ({"eviction": "heavy", "eviction_keep": 0.5, "scan_bits": 1, "score": "fitted"}, "score fitted learns from all pages"),
         ({"eviction": "window", "eviction_keep": 0.5, "scan_bits": 1, "refine": RefineConfig(rule="mass", value=0.9)},
          "refine.rule mass learns from all pages"),
+        ({"eviction": "window", "eviction_keep": 0.5, "codec": "looped", "key_bits": 2, "value_bits": 2},
+         "cache.eviction 'window': codec looped seals a page of all loops at once"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_line(fields, said):
@@ -149,6 +152,19 @@ def test_a_prompts_masses_are_those_of_every_eighth_query():
     weight = weight * ((page >= P) & (page < ends[7::8, None]))
     torch.testing.assert_close((found / UNIT).float(), 8 * weight.sum((1, 2)).T, atol=1e-3, rtol=1e-4)
     assert torch.equal(prompt_seen(ends, cache, 8)[1:], 8 * (page[1:] < ends[7::8, None]).sum(0))
+
+
+@pytest.mark.parametrize("queries", [1 << 25, 40])
+def test_masses_are_the_same_when_granules_are_walked_node_by_node(monkeypatch, queries):
+    """One partial at a time, in the tree's order, for all positions of a chunk or for some of them at a time."""
+    whole, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
+    monkeypatch.setattr(layers, "LEAST_GRANULES_AT_ONCE", 1)
+    monkeypatch.setattr(layers, "SMALL_PARTIALS", 0)
+    monkeypatch.setattr(layers, "queries_at_once", lambda elements: queries)
+    walked, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
+    tables = [held.layers[0].states[0].table for held in (whole, walked)]
+    assert len(tables[0]) > 6 * 512 // P and (tables[0].mass[:40] > 0).all()
+    assert all(torch.equal(getattr(tables[0], name), getattr(tables[1], name)) for name in ("pages", "mass", "seen"))
 
 
 @pytest.mark.parametrize("depth", ["1bit", "tiered4"])

@@ -32,7 +32,11 @@ def check():
     return module
 
 
-@pytest.mark.parametrize("stage", ["correctness", "decode tiered4", "decode sdpa", "decode flashinfer", "encode", "step"])
+STAGES = ["correctness", "decode sdpa", "decode flashinfer", "encode"]
+SLOW_STAGES = ["decode tiered4", "step"]
+
+
+@pytest.mark.parametrize("stage", [*STAGES, *(pytest.param(stage, marks=pytest.mark.slow) for stage in SLOW_STAGES)])
 def test_dry_run_of_a_stage(stage, tmp_path):
     """The decode stage of another kind of cache, or the step of a larger model, is the same lines."""
     (tmp_path / "flashinfer.py").write_text(FLASHINFER)

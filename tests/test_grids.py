@@ -64,11 +64,8 @@ def check(everyone: list[dict], one: dict, tolerance: float = 1e-3) -> None:
     torch.testing.assert_close(everyone[0]["logits"], one["logits"], atol=tolerance, rtol=0)
 
 
-REAL = [(2, {"layout": "helix"})]
-SLOW = [(2, {"exchange": "allreduce"}), (4, {})]
-
-
-@pytest.mark.parametrize(("tp", "parallel"), [*REAL, *(pytest.param(*grid, marks=pytest.mark.slow) for grid in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "parallel"), [(2, {"layout": "helix"}), (2, {"exchange": "allreduce"}), (4, {})])
 def test_grids_of_real_ranks(folder, one_rank, tp, parallel):
     """No sampling seed, and another noise on every rank's logits: what rank 0 draws is what all feed."""
     check(run_ranks(4, answers, folder, tp=tp, **parallel), one_rank)

@@ -144,6 +144,7 @@ def snapshots(folder, tmp_path_factory):
     return place
 
 
+@pytest.mark.slow
 def test_two_real_ranks_save_and_one_repeats(folder, run, tmp_path):
     """Through the launcher: two ranks write, the report of rank 0 tells, and this process repeats the run."""
     path, place = tmp_path / "two.json", tmp_path / "s"

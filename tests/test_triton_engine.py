@@ -100,7 +100,7 @@ def test_tokens_and_bytes_are_those_of_the_reference(llama):
     torch.testing.assert_close(found.logits, wanted.logits, atol=5e-2, rtol=0)
 
 
-@pytest.mark.parametrize("codec", ["1bit", "tiered4"])
+@pytest.mark.parametrize("codec", [pytest.param("1bit", marks=pytest.mark.slow), "tiered4"])
 def test_a_recorded_step_answers_as_one_that_runs(codec, llama):
     """One recording serves steps before and after pages are sealed and a granule is opened: no length of it is the host's."""
     found, wanted = alone("triton", llama, CODECS[codec], PROMPTS, graph=True), reference_of(llama, codec)

@@ -28,11 +28,12 @@ def test_scan_finds_the_integers_of_the_reference(dim):
         bases = torch.full((1, KV_HEADS, 1, group, told.pages), float("nan"))
         bounds = torch.tensor([[[1, told.pages]]], dtype=torch.int32)
         padded = 1 << (group - 1).bit_length()
-        scan[(1, KV_HEADS, 1)](
+        at_once = min(4, padded)
+        scan[(1, KV_HEADS, padded // at_once)](
             records, torch.zeros(1, 1, dtype=torch.int64), bounds, dots, bases, query.codes, query.rotated,
             1, 1, KV_HEADS, group,
             D=dim, P=tokens, RECORD=told.record_bytes, KEY_BITS=bits, KEY_PLANES=told.planes[0], KEY_CENTROID=told.centroid[0],
-            GROUP=padded, COLS=max(8, padded), ASSEMBLY=INTERPRETER.assembly,
+            GROUP=at_once, PARTS=padded // at_once, COLS=8, ASSEMBLY=INTERPRETER.assembly,
         )  # fmt: skip
         keys = pages.load(records, "K")
         levels = reference.levels(keys, "K", 0).transpose(1, 2).flatten(2, 3)
@@ -99,7 +100,7 @@ def test_tiers_agree_with_the_reference(dim):
         turn = case + 2 * (dim // 16)
         torch.manual_seed(turn)
         (keys, values), rule = STORED[turn % 5], CHOICES[(turn // 2 + case) % 5]
-        tokens, group = (64, 128)[turn % 2], (4, 3, 1, 8)[turn % 4]
+        tokens, group = (64, 128)[turn % 2], (11, 4, 1, 3)[(case + dim // 16) % 4]
         pages = Pages(dim, tokens, keys, values)
         valid = torch.ones(1, 512 // tokens, dtype=torch.bool)
         valid[0, 0] = valid[0, -1] = False

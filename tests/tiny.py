@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from bitkv_dist import ouro
+
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -27,11 +29,13 @@ CONFIGS = {
     "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "phi3": (Phi3Config, {"partial_rotary_factor": 0.5}),
 }
+LOOPED = {"ouro": (ouro.OuroConfig, {"total_ut_steps": 3, "initializer_range": 0.1})}
 
 
 def save(folder: Path, architecture: str = "llama", seed: int = 0, **sizes) -> Path:
     """A model of `architecture` with the given sizes changed; returns the folder."""
-    cls, special = CONFIGS[architecture]
+    ouro.register()
+    cls, special = (CONFIGS | LOOPED)[architecture]
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(cls(**SIZES | special | sizes)).save_pretrained(folder)
     return folder

@@ -40,11 +40,15 @@ class DenseAttention:
         granules: torch.Tensor | None = None,
         page_mass: torch.Tensor | None = None,
     ) -> tuple[Partial, ReadCount]:
-        k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.decode(records))  # [n, HK, pages * P, D]
+        k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.vectors(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]
-        count = ReadCount(pages * self.record_bytes * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
+        count = ReadCount(pages * records.shape[-1] * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
         return Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid, page_mass)), count
+
+    def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as attention takes them."""
+        return self.decode(records)
 
     def scored(self, query: torch.Tensor, k: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [HK, Q, G, D'] and keys [n, HK, pages * P, D'] whose products are the scores."""

@@ -25,6 +25,7 @@ class HeadShape:
     device: torch.device = field(default=torch.device("cpu"))
     group: int | None = None  # query heads per KV head, for codecs that learn from an exact prefill
     fingerprint: str | None = None  # of the model's weights, for codecs that are calibrated for one
+    loops: int = 1  # of the model, over layers / loops layers of weights
 
 
 @dataclass
@@ -55,7 +56,8 @@ class Codec(Protocol):
     joined: bool  # whether the records of a page's KV heads need each other
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]."""
+        """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]. See LoopedCodec for the one
+        that also takes records of another layer."""
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """uint8 [..., HK, record_bytes] -> k, v fp32 [..., HK, P, D]: what the stored bits stand for."""
@@ -107,12 +109,17 @@ class TableCodec(Codec, Protocol):
 def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     """The codec that `config.codec` names, for one layer, with the fastest kernels for the device."""
     from bitkv_dist.codec.exact import ExactCodec
+    from bitkv_dist.codec.looped import ANCHOR_BITS, LoopedCodec, anchor_of, planes_config
     from bitkv_dist.codec.minmax import MinMaxCodec
     from bitkv_dist.codec.planes import PlanesCodec
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
     from bitkv_dist.codec.residual import ResidualCodec
     from bitkv_dist.codec.tailored import TailoredCodec
 
+    if config.codec == "looped":
+        if layer != anchor_of(layer, heads):
+            return LoopedCodec(config, heads, layer)
+        config = planes_config(config, ANCHOR_BITS)
     planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
     if kernels == dispatch.REFERENCE:
         planes = PlanesCodec

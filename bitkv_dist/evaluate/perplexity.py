@@ -79,7 +79,7 @@ def differs(config: CacheConfig) -> bool:
 def head_shape(model: ServedModel) -> HeadShape:
     group = model.local_heads // model.local_kv_heads
     heads = model.layers, model.first_kv_head, model.local_kv_heads, model.head_dim
-    return HeadShape(*heads, model.dtype, model.device, group, f"{model.fingerprint:016x}")
+    return HeadShape(*heads, model.dtype, model.device, group, f"{model.fingerprint:016x}", model.loops)
 
 
 def check_positions(first: int, last: int, tokens: int, model: str, max_positions: int) -> None:

@@ -58,8 +58,12 @@ def trace(model: ServedModel, config: CacheConfig, ids: list[int], visit: Callab
           progress: Progress = lambda done, total: None) -> None:
     """Reads a prompt as the engine does and calls `visit` for each layer as soon as it is sealed.
 
-    make: another codec of the same record size in the place of the configured one. ValueError when no page is sealed.
+    make: another codec of the same record size in the place of the configured one. ValueError when no page is sealed, and for
+    codec looped, whose layers are not sealed one after the other.
     """
+    if config.codec == "looped":
+        rule = "seals a page of all loops at once, and layers are looked at one by one here"
+        raise ValueError(f"cache.codec 'looped': {rule}; compare it with --task ppl or retrieval")
     sealing = config.sink_rounded + config.page_tokens + max(1, config.recent_tokens)
     if len(ids) < sealing:
         raise ValueError(f"text of {len(ids)} tokens: no page of it is sealed; give at least {sealing} tokens")

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
 from bitkv_dist.config import CacheConfig
-from bitkv_dist.model import fingerprint_of
+from bitkv_dist.model import fingerprint_of, loops_of
 
 NAME = "bitkv_straight_through"
 
@@ -24,9 +24,12 @@ def straight_through(model: PreTrainedModel, config: CacheConfig) -> Iterator[No
     last page that is not full, and the sink, stay exact. Queries see even their newest keys by code: harder than decoding.
 
     Rows of a batch are whole sequences without padding. Attention dropout and caches are refused, and a calibration of other
-    weights than those at entry.
+    weights than those at entry. So are models that loop: an attention does not say in which loop it is called, and codec looped
+    codes keys against those of a loop that has not run yet.
     """
     shape = model.config
+    if (loops := loops_of(shape)) > 1:
+        raise ValueError(f"total_ut_steps {loops}: a training forward does not number its loops; train a model without them")
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     parameter = next(model.parameters())
     sizes = shape.num_hidden_layers, 0, shape.num_key_value_heads, dim

@@ -15,12 +15,12 @@ from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.layer import PARTIALS_AT_ONCE, SCORES_AT_ONCE
-from bitkv_dist.partial import lane_width
+from bitkv_dist.layer import SCORES_AT_ONCE, partials_at_once, queries_at_once
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, held_end
 from bitkv_dist.split import Split
+from bitkv_dist.subtree import leaf_stride
 
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
@@ -67,7 +67,8 @@ class Job:
 
     @cached_property
     def page_bytes(self) -> PageBytes:
-        return self.page or packed_page(self.config, self.shape.layers, self.shape.head_dim, self.dtype, self.shape.kv_heads)
+        shape = self.shape
+        return self.page or packed_page(self.config, shape.layers, shape.head_dim, self.dtype, shape.kv_heads, shape.loops)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,12 @@ class RankBytes:
 
 
 @cache
-def packed_page(config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1) -> PageBytes:
+def packed_page(
+    config: CacheConfig, layers: int, head_dim: int, dtype: torch.dtype, kv_heads: int = 1, loops: int = 1
+) -> PageBytes:
     """Of a page as the codecs of `config` write it; kv_heads matter to those that keep a token's scale for all of them."""
+    if config.codec == "looped":
+        return looped_page(config, HeadShape(layers, 0, 1, head_dim, dtype, loops=loops))
     stored, read, books = 0, 0.0, 0
     found: dict[CacheConfig, PageBytes] = {}
     for index in range(layers):
@@ -109,6 +114,14 @@ def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads:
         token_bits = codec.count_reads(1, 1, 1).bits - bits
         bits += refined_share(config) * config.page_tokens * token_bits
     return PageBytes(codec.record_bytes, bits / 8)
+
+
+def looped_page(config: CacheConfig, heads: HeadShape) -> PageBytes:
+    """Every loop reads its own records and, but for the last, those of its anchor."""
+    earlier, anchor = (make_codec(config, heads, layer).record_bytes for layer in (0, heads.layers - 1))
+    stack = heads.layers // heads.loops
+    stored = stack * anchor + (heads.layers - stack) * earlier
+    return PageBytes(stored, stored + (heads.layers - stack) * anchor)
 
 
 def refined_share(config: CacheConfig) -> float:
@@ -179,7 +192,17 @@ def prefill_peak(job: Job, tp: int, sp: int, prompt_tokens: int) -> int:
     if job.prefill == "packed":
         return max(packed_workspace(job, tp, sp), logits)
     hidden = prompt_tokens * shape.hidden * element
-    return max(hidden + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+    return max(hidden + held_keys(job, tp, prompt_tokens) + prompt_keys(job, tp, sp) + exact_workspace(job, tp, sp), logits)
+
+
+def held_keys(job: Job, tp: int, prompt_tokens: int) -> int:
+    """Exact keys and values of this rank's granules in the earlier loops, which codec looped holds until the last has run."""
+    if job.config.codec != "looped":
+        return 0
+    shape = job.shape
+    earlier = shape.layers - shape.layers // shape.loops
+    heads = len(job.split(tp, 1).kv_heads(shape.kv_heads))
+    return earlier * prompt_tokens * 2 * heads * shape.head_dim * job.dtype.itemsize
 
 
 def prompt_keys(job: Job, tp: int, sp: int) -> int:
@@ -206,13 +229,17 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
 
 def packed_workspace(job: Job, tp: int, sp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
-    of this rank's granules are joined, and then merged into lanes. Plain torch also holds scores, compiled kernels do not."""
+    of some of this rank's granules are joined and merged, beside those of the tree's levels (subtree.py). Plain torch also
+    holds scores, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     granules = -(-held_end(job.config, job.context) // GRANULE_TOKENS) or 1
-    queries = min(job.chunk, max(1, PARTIALS_AT_ONCE // (granules * heads * shape.head_dim)))
-    own, lanes = -(-granules // sp), lane_width(granules, placement.residue_count(sp))
-    partials = (own + max(own, lanes)) * queries * heads * (shape.head_dim + 2)
+    queries = min(job.chunk, queries_at_once(heads * shape.head_dim))
+    most, nodes = partials_at_once(queries * heads * shape.head_dim), placement.residue_count(sp)
+    levels = (leaf_stride(granules, nodes, most) // nodes).bit_length()
+    partials = (2 * min(-(-granules // sp), most) + levels + nodes) * queries * heads * (shape.head_dim + 2)
+    if job.config.eviction == "heavy":  # what each page, and peak each granule, has of every query, until all are known
+        partials += -(-granules // sp) * (GRANULE_TOKENS // job.config.page_tokens + 1) * job.chunk * heads
     scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows

@@ -13,7 +13,8 @@ WHOLE = Split()
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the served architectures. `hidden` is E, `intermediate` the width of its gated MLP."""
+    """A decoder of the served architectures. `layers`: those of the cache, of all loops. `hidden` is E, `intermediate` the
+    width of its gated MLP."""
 
     name: str
     layers: int
@@ -29,6 +30,8 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     head_norms: bool = False  # an RMS norm of every query and key head (Qwen3)
+    looped: bool = False  # Ouro: norms also behind attention and MLP, and a gate that could end the loops
+    loops: int = 1  # of a token, over layers / loops layers of weights
 
     def layer_elements(self, split: Split = WHOLE) -> int:
         """Parameters of a decoder layer on one rank: norms, and biases behind a sum over ranks, whole."""
@@ -38,10 +41,12 @@ class ModelShape:
         projections = self.hidden * (queries + 2 * keys + outputs + 3 * columns)
         biases = self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.hidden
         biases += self.mlp_bias * (2 * columns + self.hidden)
-        return projections + biases + 2 * self.hidden + self.head_norms * 2 * self.head_dim
+        norms = (4 if self.looped else 2) * self.hidden + self.head_norms * 2 * self.head_dim
+        return projections + biases + norms
 
     def read_elements(self, split: Split = WHOLE) -> int:
-        """Parameters that a decode step reads on one rank: all but the embedding table, of which it looks rows up."""
+        """Parameters that a decode step reads on one rank, in each loop anew: all but the embedding table, of which it looks
+        rows up."""
         head = len(split.share(self.vocabulary)) * self.hidden
         return self.layers * self.layer_elements(split) + self.hidden + head
 
@@ -49,7 +54,9 @@ class ModelShape:
         """Parameters that one rank holds."""
         own = split.embedding(self.vocabulary)
         kept_as_head = self.tied and own == split.share(self.vocabulary)
-        return self.read_elements(split) + (0 if kept_as_head else len(own) * self.hidden)
+        read_again = (self.layers - self.layers // self.loops) * self.layer_elements(split)
+        gate = self.looped * (self.hidden + 1)
+        return self.read_elements(split) - read_again + gate + (0 if kept_as_head else len(own) * self.hidden)
 
 
 # From the models' own config.json.
@@ -95,9 +102,10 @@ def from_config(name: str, config: Any, head_dim: int, positions: int) -> ModelS
     """The shape that a transformers configuration of a served architecture describes."""
     kind = config.model_type
     bias = bool(getattr(config, "attention_bias", False))
+    loops = getattr(config, "total_ut_steps", 1)
     return ModelShape(
         name=name,
-        layers=config.num_hidden_layers,
+        layers=config.num_hidden_layers * loops,
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
@@ -106,8 +114,10 @@ def from_config(name: str, config: Any, head_dim: int, positions: int) -> ModelS
         vocabulary=config.vocab_size,
         positions=positions,
         tied=bool(config.tie_word_embeddings),
-        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),
-        output_bias=kind in ("llama", "qwen3") and bias,
-        mlp_bias=kind == "llama" and bool(getattr(config, "mlp_bias", False)),
+        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3", "ouro") and bias),
+        output_bias=kind in ("llama", "qwen3", "ouro") and bias,
+        mlp_bias=kind in ("llama", "ouro") and bool(getattr(config, "mlp_bias", False)),
         head_norms=kind == "qwen3",
+        looped=kind == "ouro",
+        loops=loops,
     )

@@ -29,8 +29,10 @@ public:
 
     // Some bytes anywhere.
     void add(const uint8_t* from, int64_t bytes) {
-        const uintptr_t last = uintptr_t(from + bytes - 1) / LINE_BYTES;
-        for (uintptr_t line = uintptr_t(from) / LINE_BYTES; line <= last; ++line) lines_[count_++] = reinterpret_cast<const uint8_t*>(line * LINE_BYTES);
+        for (; bytes > LINE_BYTES; from += LINE_BYTES, bytes -= LINE_BYTES) lines_[count_++] = from;
+        const uint8_t* last = from + bytes - 1;
+        lines_[count_] = from, lines_[count_ + 1] = last;  // without a branch that nobody can foresee
+        count_ += 1 + (uintptr_t(from) / LINE_BYTES != uintptr_t(last) / LINE_BYTES);
     }
 
     // Where the next `lines` lines of the scan lie, for a loop that has no room for a call to ask for them itself. They may reach beyond a
@@ -61,10 +63,17 @@ public:
     }
 
 private:
-    // A record begins with planes and scales of the scan and ends with the centroids; what lies between belongs to refinement.
+    // A record begins with planes and all scales and ends with the centroids; what lies between are the low bits. Of the full scales of a
+    // page refinement reads a few, which touch nearly all of their lines.
     void enter() {
         at_ = record_ + (part_ ? layout_->centroid[KEYS] : 0);
-        end_ = record_ + (part_ ? layout_->record_bytes : layout_->scan[VALUES] + 2 * layout_->tokens);
+        end_ = record_ + (part_ ? layout_->record_bytes : scales_end());
+    }
+
+    int64_t scales_end() const {
+        for (Side side : {VALUES, KEYS})
+            if (layout_->bits[side] > layout_->scan_bits[side]) return layout_->full[side] + 2 * layout_->tokens;
+        return layout_->scan[VALUES] + 2 * layout_->tokens;
     }
 
     void advance() {

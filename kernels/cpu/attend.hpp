@@ -38,28 +38,29 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
     const int64_t P = l.tokens, D = l.dim, pages = u.pages();
     int32_t* levels = room(u.levels, u.rows * P);
     int8_t* integers = room(s.integers, u.rows * P);
-    float* rows = room(s.rows, FEW * P);
+    float *rows = room(s.rows, FEW * P), unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t page = 0; page < pages; ++page) {
-        scan_page(l, keys, u, page, levels, P, s, ahead);
-        u.load(l, VALUES, page);
-        const float *a = &u.scale[KEYS][page * P], *b = &u.scale[VALUES][page * P];
+        keys.dot(u.record[page] + l.planes[KEYS], P / 8, levels, P, ahead);
         for (int64_t first = 0; first < u.rows; first += FEW) {
             const int64_t some = std::min(FEW, u.rows - first);
             const Factors f = factors(l, q, noise_factor, u, page, first, some, s);
-            const Each most = score_rows<V>(some, levels + first * P, P, f.scale, a, f.noise, s.squares.data(), f.base, rows, P);
-            const Weighed found = weigh_rows<V, true, true>(some, rows, P, most, b, rows, P);
-            const Each size = quantize_rows<V>(some, rows, P, found.most, integers + first * P);
-            for (int64_t r = 0; r < some; ++r) {
-                const int64_t at = (first + r) * pages + page;
-                u.shift[at] = most.row[r], u.mass[at] = found.sum.row[r], u.size[at] = size.row[r] * level_unit(l.scan_bits[VALUES]);
-            }
+            with_rows(some, [&](auto count) {
+                const Each most = score_rows<V, count>(levels + first * P, P, f.scale, u.scales(l, KEYS, page), f.noise, f.base, rows, P);
+                const Weighed found = soften_rows<V, count, true>(rows, P, most, u.scales(l, VALUES, page), rows, P);
+                const Each size = quantize_rows<V>(count, rows, P, found.most, integers + first * P);
+                for (int r = 0; r < count; ++r) {
+                    const int64_t at = (first + r) * pages + page;
+                    u.shift[at] = most.row[r], u.mass[at] = found.sum.row[r], u.size[at] = size.row[r] * unit;
+                }
+            });
         }
         s.weights.set(l.scan_bits[VALUES], P / 4, integers, P, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], D / 8, &u.sums[page * u.rows * D], D, ahead);
     }
-    for (int64_t r = 0; r < u.rows; ++r) m[r] = max16(&u.shift[r * pages], pages);
-    for (int64_t r = 0; r < u.rows; ++r)
+    for (int64_t r = 0; r < u.rows; ++r) {
+        m[r] = largest_of(&u.shift[r * pages], pages);
         for (int64_t page = 0; page < pages; ++page) u.shift[r * pages + page] -= m[r];
+    }
     for (int64_t i = 0; i < u.rows * pages; i += 16) {
         const Sixteen factor = exp2_fast(load16(&u.shift[i]));
         store16(&u.mass[i], load16(&u.mass[i]) * factor), store16(&u.size[i], load16(&u.size[i]) * factor);
@@ -68,7 +69,7 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
         l_out[r] = 0.0f;
         for (int64_t page = 0; page < pages; ++page) l_out[r] += u.mass[r * pages + page];
     }
-    combine(l, u, o);
+    combine<false>(l, u, o);
 }
 
 // What each page has of l, [rows][pages]; zero where none is sealed.

@@ -68,6 +68,15 @@ typedef int32_t SixteenInts __attribute__((vector_size(64)));
 
 inline Sixteen load16(const float* from) { Sixteen x; std::memcpy(&x, from, sizeof x); return x; }
 inline SixteenInts load16(const int32_t* from) { SixteenInts x; std::memcpy(&x, from, sizeof x); return x; }
+inline Sixteen load_halves(const uint8_t* from) {  // sixteen, which need not be aligned
+#ifdef __AVX512F__
+    return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+    Sixteen x;
+    halves_to_floats(from, 16, reinterpret_cast<float*>(&x));
+    return x;
+#endif
+}
 // The first n < 16 numbers, `rest` in the other lanes. (Indexing a vector by a variable would keep it in memory.)
 inline Sixteen load_part(const float* from, int64_t n, float rest) {
     float lane[16];
@@ -100,28 +109,40 @@ inline Sixteen exp2_fast(Sixteen x) {
     return p * (Sixteen)(((SixteenInts)shifted << 23) + (127 << 23));
 }
 
-// 2^(j / 32)
-alignas(64) constexpr float ROOTS[32] = {
-    1.0f, 1.0218972f, 1.04427373f, 1.06714046f, 1.09050775f, 1.1143868f, 1.13878858f, 1.1637249f,
-    1.18920708f, 1.21524739f, 1.24185777f, 1.26905096f, 1.29683959f, 1.32523668f, 1.35425556f, 1.38390994f,
-    1.41421354f, 1.44518077f, 1.47682619f, 1.50916445f, 1.54221082f, 1.5759809f, 1.61049032f, 1.64575553f,
-    1.68179286f, 1.71861935f, 1.75625217f, 1.79470909f, 1.8340081f, 1.87416768f, 1.91520655f, 1.95714414f,
-};
-
-// The same from a table: 2^x = 2^n 2^(j/32) 2^r, |r| <= 1/64, and 2^r by the polynomial of degree 2 with the least relative error that is
-// exact at 0. Error below 1 ulp.
-inline Sixteen exp2_by_table(Sixteen x) {
-    constexpr float rounder = ROUNDER / 32;  // the sum with it has 32 n + j in its lowest bits
-    const Sixteen zero = {}, y = larger(zero - 127.0f, x), shifted = y + rounder, r = y - (shifted - rounder);
-    const SixteenInts n = (SixteenInts)shifted;
+// a b + c, rounded once where the instruction set's registers allow it. Not for what has to be the same everywhere.
+inline Sixteen fused(Sixteen a, Sixteen b, Sixteen c) {
 #ifdef __AVX512F__
-    const Sixteen root = (Sixteen)_mm512_permutex2var_ps(_mm512_load_ps(ROOTS), (__m512i)n, _mm512_load_ps(ROOTS + 16));
+    return (Sixteen)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-    Sixteen root;
-    for (int i = 0; i < 16; ++i) root[i] = ROOTS[n[i] & 31];
+    return a * b + c;
 #endif
-    const Sixteen part = root + root * (r * (r * 0.240227059f + 0.693157315f));
-    return part * (Sixteen)(((n >> 5) << 23) + (127 << 23));
+}
+
+// 2^x of N registers side by side: step by step for all of them, since a register alone would wait for each of its own steps. Like
+// exp2_fast, but 2^-99 is the least.
+template <int N>
+inline __attribute__((always_inline)) void exp2_beside(Sixteen (&x)[N]) {
+    const Sixteen zero = {};
+    constexpr float factor[4] = {9.6715130e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.9314700e-1f};
+    Sixteen shifted[N], p[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) x[i] = larger(zero - 99.0f, x[i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) shifted[i] = x[i] + ROUNDER;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = shifted[i] - ROUNDER;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) x[i] = x[i] - p[i];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = zero + 1.3264727e-3f;
+#pragma GCC unroll 4
+    for (float next : factor)
+#pragma GCC unroll 8
+        for (int i = 0; i < N; ++i) p[i] = fused(p[i], x[i], zero + next);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) p[i] = fused(p[i], x[i], zero + 1.0f);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) x[i] = (Sixteen)((SixteenInts)p[i] + ((SixteenInts)shifted[i] << 23));  // p > 0: the exponent is added
 }
 
 typedef float Eight __attribute__((vector_size(32)));
@@ -141,6 +162,16 @@ inline int32_t sum16(SixteenInts x) {
     int32_t sum = 0;
     for (int i = 0; i < 16; ++i) sum += x[i];
     return sum;
+#endif
+}
+
+// x, and 0 in the lanes whose bit of `mask` is set.
+inline Sixteen without(Sixteen x, uint16_t mask) {
+#ifdef __AVX512F__
+    return (Sixteen)_mm512_maskz_mov_ps(__mmask16(~mask), (__m512)x);
+#else
+    const SixteenInts bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    return ((int32_t(mask) & bit) == 0) ? x : Sixteen{};
 #endif
 }
 
@@ -225,10 +256,10 @@ inline float fold_sum(float* x, int64_t n) {
 
 // A product of 16 COUNT numbers, COUNT a power of two, whose fold16 is then the fold_sum of the product.
 template <int COUNT>
-inline Sixteen product_of(const float* a, const float* b) {
+inline Sixteen product_of(const float* a, const Sixteen (&b)[COUNT]) {
     Sixteen x[COUNT];
 #pragma GCC unroll 16
-    for (int i = 0; i < COUNT; ++i) x[i] = load16(a + 16 * i) * load16(b + 16 * i);
+    for (int i = 0; i < COUNT; ++i) x[i] = load16(a + 16 * i) * b[i];
 #pragma GCC unroll 4
     for (int half = COUNT / 2; half; half /= 2)
 #pragma GCC unroll 16

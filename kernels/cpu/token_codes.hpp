@@ -8,6 +8,7 @@
 #endif
 
 #include "interface.hpp"
+#include "level_dot.hpp"
 
 namespace {
 
@@ -17,8 +18,6 @@ using namespace bitkv;
 inline int64_t code_stride(int64_t dim) { return (dim + 63) / 64 * 64; }
 
 #if defined(__AVX512VBMI__)
-
-#define UNROLL _Pragma("GCC unroll 8")
 
 template <int PLANES>
 inline void read_planes(const uint8_t* bits, int64_t dim, uint8_t* codes) {
@@ -34,8 +33,7 @@ inline void read_planes(const uint8_t* bits, int64_t dim, uint8_t* codes) {
     }
 }
 
-// codes[d] = the number that `planes` rows of bits stand for.
-inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
+inline void read_row(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
     switch (planes) {
         case 1: return read_planes<1>(bits, dim, codes);
         case 2: return read_planes<2>(bits, dim, codes);
@@ -47,6 +45,30 @@ inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* 
     }
 }
 
+// Planes of up to 64 bytes in all, for a dim of 64 or 128: eight bits of each plane are rows of a matrix of 8 x 8 bits, and the codes of
+// eight dims its columns. A product with single bits picks them.
+template <int DIM, class At>
+inline void read_columns(int64_t count, const At& at, int64_t planes, uint8_t* codes) {
+    const __m512i row = _mm512_set1_epi64(0x0706050403020100), octet = _mm512_set_epi64(7 * ONES, 6 * ONES, 5 * ONES, 4 * ONES, 3 * ONES, 2 * ONES, ONES, 0);
+    const __mmask64 used = 0x0101010101010101u * uint8_t(0xff00 >> planes);  // the last row is the lowest bit
+    const __m512i plane = _mm512_maskz_sub_epi8(used, row, _mm512_set1_epi8(char(8 - planes)));
+    const __m512i from = _mm512_add_epi8(octet, _mm512_slli_epi16(plane, DIM == 128 ? 4 : 3)), column = _mm512_set1_epi64(int64_t(0x8040201008040201));
+    const __mmask64 bytes = ~0ull >> (64 - planes * DIM / 8);
+    for (int64_t i = 0; i < count; ++i) {
+        const __m512i bits = _mm512_maskz_loadu_epi8(bytes, at(i));
+        UNROLL for (int d = 0; d < DIM; d += 64)
+            _mm512_storeu_si512(codes + i * DIM + d, _mm512_gf2p8affine_epi64_epi8(column, _mm512_maskz_permutexvar_epi8(used, _mm512_add_epi8(from, _mm512_set1_epi8(char(d / 8))), bits), 0));
+    }
+}
+
+// codes[i][d] = the number that `planes` rows of bits stand for, which begin at at(i).
+template <class At>
+inline void read_low(int64_t count, const At& at, int64_t planes, int64_t dim, uint8_t* codes) {
+    if (dim == 64) return read_columns<64>(count, at, planes, codes);
+    if (dim == 128 && planes <= 4) return read_columns<128>(count, at, planes, codes);
+    for (int64_t i = 0; i < count; ++i) read_row(at(i), planes, dim, codes + i * code_stride(dim));
+}
+
 // add_bits for a dim of 64 or 128: a token's bits stand in one line.
 inline void add_bits_of_line(const uint8_t* words, int64_t dim, int64_t token, int one, uint8_t* codes) {
     const __m512i lane = _mm512_set_epi64(0x3f3e3d3c3b3a3938, 0x3736353433323130, 0x2f2e2d2c2b2a2928, 0x2726252423222120, 0x1f1e1d1c1b1a1918, 0x1716151413121110, 0x0f0e0d0c0b0a0908, 0x0706050403020100);
@@ -54,7 +76,7 @@ inline void add_bits_of_line(const uint8_t* words, int64_t dim, int64_t token, i
     const uint8_t* line = words + token / 4 * (dim / 2);
     if (dim == 64) {  // eight words: the byte of lane i is that of dims i % 8 + 8 j, of which this lane has j = i / 8
         const __m512i bytes = _mm512_permutexvar_epi8(place, _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)line)));
-        const __mmask64 bits = _mm512_test_epi8_mask(bytes, _mm512_set_epi64(128 * 0x0101010101010101, 64 * 0x0101010101010101, 32 * 0x0101010101010101, 16 * 0x0101010101010101, 8 * 0x0101010101010101, 4 * 0x0101010101010101, 2 * 0x0101010101010101, 0x0101010101010101));
+        const __mmask64 bits = _mm512_test_epi8_mask(bytes, _mm512_set_epi64(int64_t(128u * uint64_t(ONES)), 64 * ONES, 32 * ONES, 16 * ONES, 8 * ONES, 4 * ONES, 2 * ONES, ONES));
         const __m512i code = _mm512_loadu_si512(codes);
         _mm512_storeu_si512(codes, _mm512_mask_add_epi8(code, bits, code, _mm512_set1_epi8(char(one))));
         return;
@@ -76,62 +98,76 @@ inline __m128i sum_lanes(const __m512i x[4]) {
     return _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
 }
 
-// out[r][i] = sum over d of operands[r][d] times codes[i][d].
-inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out, int64_t out_stride) {
-    for (int64_t row = 0; row < rows; row += 4, operands += 4 * dim, out += 4 * out_stride) {
-        const int64_t beside = rows - row < 4 ? rows - row : 4;
-        for (int64_t i = 0; i < count; ++i) {
-            __m512i sum[4] = {};
-            for (int64_t d = 0; d < dim; d += 64) {
-                const __mmask64 inside = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
-                const __m512i code = _mm512_loadu_si512(codes + i * code_stride(dim) + d);
-                UNROLL for (int64_t r = 0; r < 4; ++r)
-                    sum[r] = _mm512_dpbusd_epi32(sum[r], code, _mm512_maskz_loadu_epi8(r < beside ? inside : 0, operands + r * dim + d));
+// out[r][i] = sum over d of operands[r][d] times codes[i][d], four tokens at a time: of `out` up to three past the last are written.
+template <int ROWS>
+inline void dot_tokens(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int32_t* out, int64_t out_stride) {
+    const int64_t stride = code_stride(dim);
+    for (int64_t i = 0; i < count; i += 4) {
+        __m512i sum[ROWS][4] = {};
+        const uint8_t* code[4];
+        UNROLL for (int t = 0; t < 4; ++t) code[t] = codes + (i + t < count ? i + t : i) * stride;
+        for (int64_t d = 0; d < dim; d += 64) {
+            const __mmask64 inside = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
+            UNROLL for (int r = 0; r < ROWS; ++r) {
+                const __m512i operand = _mm512_maskz_loadu_epi8(inside, operands + r * dim + d);
+                UNROLL for (int t = 0; t < 4; ++t) sum[r][t] = _mm512_dpbusd_epi32(sum[r][t], _mm512_loadu_si512(code[t] + d), operand);
             }
-            alignas(16) int32_t found[4];
-            _mm_store_si128((__m128i*)found, sum_lanes(sum));
-            for (int64_t r = 0; r < beside; ++r) out[r * out_stride + i] = found[r];
         }
+        UNROLL for (int r = 0; r < ROWS; ++r) _mm_storeu_si128((__m128i*)(out + r * out_stride + i), sum_lanes(sum[r]));
     }
 }
 
-// out[r][d] = sum over tokens of weights[r][i] (0..127) times codes[i][d]. There are weights for a multiple of four tokens, 0 past the last.
-inline void token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
+inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out, int64_t out_stride) {
+    for (; rows >= 4; rows -= 4, operands += 4 * dim, out += 4 * out_stride) dot_tokens<4>(codes, count, dim, operands, out, out_stride);
+    if (rows == 3) dot_tokens<3>(codes, count, dim, operands, out, out_stride);
+    else if (rows == 2) dot_tokens<2>(codes, count, dim, operands, out, out_stride);
+    else if (rows == 1) dot_tokens<1>(codes, count, dim, operands, out, out_stride);
+}
+
+// out[r][d] += size[r] times the sum over tokens of weights[r][i] (0..127) times the levels of codes[i][d]; total[r] = the sum of a row's
+// weights. Up to four rows; there are weights for a multiple of four tokens, 0 past the last.
+inline void add_token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, const float* size, const float* total, int64_t bits, float* out) {
     // Lanes of 16 bytes hold dims 0..3 of their sixteen last, so that dwords come out in order when bytes of four tokens are woven.
     const __m512i weave = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    for (int64_t row = 0; row < rows; row += 4, weights += 4 * stride, out += 4 * dim) {
-        const int64_t beside = rows - row < 4 ? rows - row : 4;
-        for (int64_t d = 0; d < dim; d += 64) {
-            __m512i sum[4][4] = {};
-            for (int64_t i = 0; i < count; i += 4) {
-                __m512i code[4];
-                UNROLL for (int64_t b = 0; b < 4; ++b)
-                    code[b] = i + b < count ? _mm512_permutexvar_epi32(weave, _mm512_loadu_si512(codes + (i + b) * code_stride(dim) + d)) : _mm512_setzero_si512();
-                const __m512i low01 = _mm512_unpacklo_epi8(code[0], code[1]), high01 = _mm512_unpackhi_epi8(code[0], code[1]);
-                const __m512i low23 = _mm512_unpacklo_epi8(code[2], code[3]), high23 = _mm512_unpackhi_epi8(code[2], code[3]);
-                const __m512i four[4] = {_mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23), _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)};
-                UNROLL for (int64_t r = 0; r < 4; ++r) {
-                    int32_t weight = 0;
-                    if (r < beside) std::memcpy(&weight, weights + r * stride + i, 4);
-                    UNROLL for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], four[v], _mm512_set1_epi32(weight));
-                }
+    for (int64_t d = 0; d < dim; d += 64) {
+        __m512i sum[4][4] = {};
+        for (int64_t i = 0; i < count; i += 4) {
+            __m512i code[4];
+            UNROLL for (int64_t b = 0; b < 4; ++b)  // past the last any will do
+                code[b] = _mm512_permutexvar_epi32(weave, _mm512_loadu_si512(codes + (i + b < count ? i + b : i) * code_stride(dim) + d));
+            const __m512i low01 = _mm512_unpacklo_epi8(code[0], code[1]), high01 = _mm512_unpackhi_epi8(code[0], code[1]);
+            const __m512i low23 = _mm512_unpacklo_epi8(code[2], code[3]), high23 = _mm512_unpackhi_epi8(code[2], code[3]);
+            const __m512i four[4] = {_mm512_unpacklo_epi16(low01, low23), _mm512_unpackhi_epi16(low01, low23), _mm512_unpacklo_epi16(high01, high23), _mm512_unpackhi_epi16(high01, high23)};
+            UNROLL for (int64_t r = 0; r < 4; ++r) {
+                int32_t weight;
+                std::memcpy(&weight, weights + (r < rows ? r : 0) * stride + i, 4);
+                UNROLL for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], four[v], _mm512_set1_epi32(weight));
             }
-            UNROLL for (int64_t r = 0; r < 4; ++r)
-                UNROLL for (int v = 0; v < 4; ++v) {
-                    const int64_t left = dim - d - 16 * v;
-                    const __mmask16 inside = r >= beside || left <= 0 ? 0 : left >= 16 ? 0xffff : (1u << left) - 1;
-                    _mm512_mask_storeu_epi32(out + r * dim + d + 16 * v, inside, sum[r][v]);
-                }
+        }
+        UNROLL for (int64_t r = 0; r < 4; ++r) {
+            if (r >= rows) continue;
+            const __m512i less = _mm512_set1_epi32(((1 << bits) - 1) * int32_t(total[r]));
+            const __m512 by = _mm512_set1_ps(size[r]);
+            UNROLL for (int v = 0; v < 4; ++v) {
+                const int64_t left = dim - d - 16 * v;
+                if (left <= 0) continue;
+                const __mmask16 inside = left >= 16 ? 0xffff : (1u << left) - 1;
+                const __m512 found = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_add_epi32(sum[r][v], sum[r][v]), less));
+                float* to = out + r * dim + d + 16 * v;
+                _mm512_mask_storeu_ps(to, inside, _mm512_fmadd_ps(found, by, _mm512_maskz_loadu_ps(inside, to)));
+            }
         }
     }
 }
 
 #else
 
-inline void read_low(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* codes) {
-    std::memset(codes, 0, size_t(code_stride(dim)));
-    for (int64_t p = 0; p < planes; ++p)
-        for (int64_t d = 0; d < dim; ++d) codes[d] = uint8_t(2 * codes[d] + ((bits[p * (dim / 8) + d / 8] >> (d % 8)) & 1));
+template <class At>
+inline void read_low(int64_t count, const At& at, int64_t planes, int64_t dim, uint8_t* codes) {
+    std::memset(codes, 0, size_t(count * code_stride(dim)));
+    for (int64_t i = 0; i < count; ++i, codes += code_stride(dim))
+        for (int64_t p = 0; p < planes; ++p)
+            for (int64_t d = 0; d < dim; ++d) codes[d] = uint8_t(2 * codes[d] + ((at(i)[p * (dim / 8) + d / 8] >> (d % 8)) & 1));
 }
 
 inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* operands, int64_t rows, int32_t* out, int64_t out_stride) {
@@ -143,11 +179,13 @@ inline void token_dots(const uint8_t* codes, int64_t count, int64_t dim, const i
         }
 }
 
-inline void token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, int32_t* out) {
-    std::memset(out, 0, size_t(rows * dim) * sizeof(int32_t));
+inline void add_token_sums(const uint8_t* codes, int64_t count, int64_t dim, const int8_t* weights, int64_t stride, int64_t rows, const float* size, const float* total, int64_t bits, float* out) {
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < count; ++i)
-            for (int64_t d = 0; d < dim; ++d) out[r * dim + d] += codes[i * code_stride(dim) + d] * weights[r * stride + i];
+        for (int64_t d = 0; d < dim; ++d) {
+            int32_t sum = 0;
+            for (int64_t i = 0; i < count; ++i) sum += codes[i * code_stride(dim) + d] * weights[r * stride + i];
+            out[r * dim + d] += float(2 * sum - ((1 << bits) - 1) * int32_t(total[r])) * size[r];
+        }
 }
 
 #endif

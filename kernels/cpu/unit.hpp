@@ -28,23 +28,23 @@ struct List {
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    Room<float> product, log_sum_exp, refined, weight, refined_size, squares, full, rows;
-    Room<int32_t> dots, keys, some, code_sums;
+    Room<float> product, log_sum_exp, refined, weight, full, rows;
+    Room<int32_t> dots, keys, some;
     Room<int8_t> integers;
     Room<uint8_t> codes;
 };
 
-// Tokens count from the first valid page; the scales are those of the scanned planes.
+// Tokens count from the first valid page.
 struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
     int page_log2;  // of the tokens of a page
     std::vector<const uint8_t*> record;  // of the valid pages
-    Room<float> scale[2], centroid[2];  // [pages][P], [pages][D]
     Room<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
     Room<float> base, shift;  // [rows][pages]: q.c; the largest score
     Room<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
-    Room<int32_t> levels, selected, kept;  // of scanned keys [rows][total]; positions of all lists; levels [rows][count] of those
+    Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
+    Room<uint16_t> taken;  // [lists][total / 16]: a bit for each token of a list
     std::vector<List> lists;
 
     int64_t pages() const { return int64_t(record.size()); }
@@ -57,17 +57,14 @@ struct Unit {
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
         const int64_t all = rows * pages(), whole = (all + 15) / 16 * 16;
         room(base, all + 16), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
-        for (Side side : {KEYS, VALUES}) room(scale[side], total), room(centroid[side], pages() * l.dim);
-    }
-
-    // The scales and the centroid of a page.
-    void load(const Layout& l, Side side, int64_t page) {
-        halves_to_floats(record[page] + l.scan[side], l.tokens, &scale[side][page * l.tokens]);
-        halves_to_floats(record[page] + l.centroid[side], l.dim, &centroid[side][page * l.dim]);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }
     int64_t within_page(int64_t token) const { return token & ((int64_t(1) << page_log2) - 1); }
+
+    // The scales of the scanned planes and the centroid of a page, in halves.
+    const uint8_t* scales(const Layout& l, Side side, int64_t page) const { return record[page] + l.scan[side]; }
+    const uint8_t* centroid(const Layout& l, Side side, int64_t page) const { return record[page] + l.centroid[side]; }
 
     // Where the low bits and the full scale of a token lie.
     const uint8_t* low_bits(const Layout& l, Side side, int64_t token) const {

@@ -12,28 +12,43 @@
 
 namespace {
 
-// One row of o: the sums of all PAGES pages (if 0, of `pages`), which stand sum_stride apart.
-template <int PAGES>
-inline void combine_row(int64_t dim, int64_t pages, const float* centroid, const int32_t* sums, int64_t sum_stride, const float* mass, const float* size, float* __restrict o) {
-    const int64_t count = PAGES ? PAGES : pages;
+// o = (ADD: o +) sums of all pages, PAGES of them (if 0, of u.pages()): their values' integer sums, and their centroids by their weights.
+template <int PAGES, int ROWS, bool ADD>
+inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o) {
+    const int64_t dim = l.dim, pages = PAGES ? PAGES : u.pages(), stride = u.rows * dim;
+    const float *mass = &u.mass[first * pages], *size = &u.size[first * pages];
+    const int32_t* sums = u.sums.data() + first * dim;
     int64_t d = 0;
     for (; d + 16 <= dim; d += 16) {
-        Sixteen sum = {};
-        UNROLLED for (int64_t page = 0; page < count; ++page)
-            sum += load16(centroid + page * dim + d) * mass[page] + __builtin_convertvector(load16(sums + page * sum_stride + d), Sixteen) * size[page];
-        store16(o + d, sum);
+        Sixteen sum[ROWS];
+        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(o + r * dim + d) : Sixteen{};
+        UNROLLED for (int64_t page = 0; page < pages; ++page) {
+            const Sixteen center = load_halves(u.centroid(l, VALUES, page) + 2 * d);
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[r * pages + page], sum[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r)
+                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[r * pages + page], sum[r]);
+        }
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d, sum[r]);
     }
-    for (; d < dim; ++d) {
-        float sum = 0.0f;
-        for (int64_t page = 0; page < count; ++page) sum += centroid[page * dim + d] * mass[page] + float(sums[page * sum_stride + d]) * size[page];
-        o[d] = sum;
-    }
+    for (; d < dim; ++d)
+        for (int r = 0; r < ROWS; ++r) {
+            float sum = ADD ? o[r * dim + d] : 0.0f;
+            for (int64_t page = 0; page < pages; ++page) {
+                uint16_t center;
+                std::memcpy(&center, u.centroid(l, VALUES, page) + 2 * d, 2);
+                sum += half_to_float(center) * mass[r * pages + page] + float(sums[page * stride + r * dim + d]) * size[r * pages + page];
+            }
+            o[r * dim + d] = sum;
+        }
 }
 
+template <bool ADD>
 inline void combine(const Layout& l, const Unit& u, float* o) {
-    const auto run = u.pages() == 4 ? combine_row<4> : combine_row<0>;
-    for (int64_t r = 0; r < u.rows; ++r)
-        run(l.dim, u.pages(), u.centroid[VALUES].data(), u.sums.data() + r * l.dim, u.rows * l.dim, &u.mass[r * u.pages()], &u.size[r * u.pages()], o + r * l.dim);
+    for (int64_t first = 0; first < u.rows; first += FEW)
+        with_rows(u.rows - first, [&](auto rows) {
+            if (u.pages() == 4) combine_rows<4, rows, ADD>(l, u, first, o + first * l.dim);
+            else combine_rows<0, rows, ADD>(l, u, first, o + first * l.dim);
+        });
 }
 
 // The full scales of a list's tokens, zeros up to whole registers.
@@ -57,8 +72,9 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
         return;
     }
     uint8_t* bytes = room(s.codes, count * stride);
-    for (int64_t i = 0; i < count; ++i) read_low(u.low_bits(l, KEYS, list.tokens[i]), low, D, bytes + i * stride);
-    int32_t* dots = room(s.dots, list.rows * whole);
+    read_low(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, bytes);
+    int32_t *dots = room(s.dots, (list.rows + 1) * whole), *kept = dots + list.rows * whole;
+    std::fill(kept + count, kept + whole, 0);
     const int8_t* operands = q.codes + (u.first + list.row) * D;
     token_dots(bytes, count, D, operands, list.rows, dots, whole);
     const float* a = full_scales(l, KEYS, u, list, s);
@@ -67,9 +83,10 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
         const float scale = q.scale[u.first + row] * 0.5f, noise = q.norm2[u.first + row] * noise_factor;
         int32_t code_sum = 0;
         for (int64_t d = 0; d < D; ++d) code_sum += operands[r * D + d];
+        for (int64_t i = 0; i < count; ++i) kept[i] = u.levels[row * u.total + list.tokens[i]];
         for (int64_t i = 0; i < whole; i += 16) {
             // 2 code - (2^B - 1) = 2^low (2 top - (2^S - 1)) + 2 bits - (2^low - 1)
-            const SixteenInts level = (load16(&u.kept[row * whole + i]) << int(low)) + 2 * load16(dots + r * whole + i) - ((1 << low) - 1) * code_sum;
+            const SixteenInts level = (load16(kept + i) << int(low)) + 2 * load16(dots + r * whole + i) - ((1 << low) - 1) * code_sum;
             const Sixteen size = load16(a + i), base = pick(&u.base[row * u.pages()], load16(list.tokens + i) >> u.page_log2);
             const Sixteen score = (__builtin_convertvector(level, Sixteen) * scale * size + noise * (size * size)) + base;
             store16(refined + r * whole + i, first_of(score, count - i, -INFINITY));
@@ -77,74 +94,81 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
     }
 }
 
-// Integer weights of a page: the tokens left in p count by their scanned values.
+// Integer weights of a page: the tokens that are in no list count by their scanned values.
 template <int V>
-inline void weigh_page(const Layout& l, Unit& u, int64_t page, const float* peak, Workspace& s, Ahead& ahead) {
-    const int64_t P = l.tokens, pages = u.pages();
-    const float* a = &u.scale[VALUES][page * P];
-    float* weights = room(s.rows, FEW * P);
+inline void weigh_page(const Layout& l, Unit& u, int64_t page, const float* peak, bool apart, Workspace& s, Ahead& ahead) {
+    static constexpr uint16_t NONE[32] = {};  // of a granule
+    const int64_t P = l.tokens, pages = u.pages(), masks = u.total / 16;
+    float *weights = room(s.rows, FEW * P), unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * P;
         ahead.step(size_t(12 * rows));
         Each factor;
+        const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
         for (int64_t r = 0; r < rows; ++r) {
             float &shift = u.shift[(first + r) * pages + page], most = peak[first + r], *p = &u.p[at + r * u.total];
             if (!(std::fabs(shift - most) < 32.0f)) {  // p may have lost what now counts
-                for (int64_t t = 0; t < P; t += 16) store16(p + t, exp2_by_table(load16(&u.scores[at + r * u.total + t]) - most));
+                for (int64_t t = 0; t < P; t += 16) store16(p + t, exp2_fast(load16(&u.scores[at + r * u.total + t]) - most));
                 shift = most;
             }
             factor.row[r] = exp2_fast(shift - most);
+            if (apart) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
         }
-        const Weighed found = weigh_rows<V, false, true>(rows, &u.p[at], u.total, {}, a, weights, P);
-        const Each size = quantize_rows<V>(rows, weights, P, found.most, s.integers.data() + first * P);
-        for (int64_t r = 0; r < rows; ++r) {
-            u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
-            u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * level_unit(l.scan_bits[VALUES]);
-        }
+        with_rows(rows, [&](auto count) {
+            const Weighed found = weigh_rows<V, count>(&u.p[at], u.total, taken, u.scales(l, VALUES, page), weights, P);
+            const Each size = quantize_rows<V>(count, weights, P, found.most, s.integers.data() + first * P);
+            for (int r = 0; r < count; ++r) {
+                u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
+                u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
+            }
+        });
     }
 }
 
-// o += sum of weights times values of a list's tokens of one page, first .. last - 1, by their full codes. p [rows][whole]; of p and a
-// a register past the end can be read.
-inline void add_refined(const Layout& l, const Unit& u, const List& list, int64_t first, int64_t last, const float* p, const float* a, Workspace& s, float* o) {
-    const int64_t D = l.dim, count = last - first, padded = (count + 15) / 16 * 16, bits = l.bits[VALUES], scan = l.scan_bits[VALUES], stride = code_stride(D);
-    const uint8_t* words = u.record[u.page_of(list.tokens[first])] + l.planes[VALUES];
-    uint8_t* codes = room(s.codes, count * stride);
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t token = list.tokens[first + i];
-        read_low(u.low_bits(l, VALUES, token), bits - scan, D, codes + i * stride);
-        for (int64_t plane = 0; plane < scan; ++plane) add_bits(words + plane * l.tokens * D / 8, D, u.within_page(token), 1 << (bits - 1 - plane), codes + i * stride);
-    }
-    int8_t* integers = room(s.integers, list.rows * padded);
-    float *weights = room(s.weight, FEW * padded), *size = room(s.refined_size, list.rows);
-    int32_t *sums = room(s.dots, list.rows * D), *shift = room(s.code_sums, list.rows);
+// Adds the tokens of a list that are of one page, first .. last - 1: their p [rows][whole] to the page's mass, and the sum of weights times
+// values by their full codes to o. Of p and a, a register past the end can be read.
+inline void add_refined(const Layout& l, Unit& u, const List& list, int64_t first, int64_t last, const float* p, const float* a, const uint8_t* codes, Workspace& s, float* o) {
+    const int64_t count = last - first, padded = (count + 15) / 16 * 16, page = u.page_of(list.tokens[first]);
+    int8_t* integers = room(s.integers, FEW * padded);
+    float* weights = room(s.weight, FEW * padded);
     for (int64_t from = 0; from < list.rows; from += FEW) {
-        const int64_t some = std::min(FEW, list.rows - from);
-        Sixteen most[FEW] = {};
-        for (int64_t r = 0; r < some; ++r)
+        const int64_t rows = std::min(FEW, list.rows - from);
+        Sixteen most[FEW] = {}, mass[FEW] = {}, total[FEW] = {};
+        for (int64_t r = 0; r < rows; ++r)
             for (int64_t i = 0; i < padded; i += 16) {
-                const Sixteen w = first_of(load16(p + (from + r) * list.whole() + first + i) * load16(a + first + i), count - i, 0.0f);
-                store16(weights + r * padded + i, w), most[r] = larger(w, most[r]);
+                const Sixteen x = first_of(load16(p + (from + r) * list.whole() + first + i), count - i, 0.0f), w = x * first_of(load16(a + first + i), count - i, 0.0f);
+                store16(weights + r * padded + i, w), mass[r] += x, most[r] = larger(w, most[r]);
             }
-        const Each peak = Each::of(most16(most));
-        for (int64_t r = 0; r < some; ++r) {
-            const float factor = peak.row[r] < 7.9e-31f ? 0.0f : 127.0f / peak.row[r];
-            SixteenInts sum = {};
+        const Each peak = Each::of(most16(most)), sum = Each::of(fold16(mass));
+        Each size;
+        for (int64_t r = 0; r < rows; ++r) {
+            size.row[r] = peak.row[r] / 127.0f * 0.5f, u.mass[(list.row + from + r) * u.pages() + page] += sum.row[r];
+            const float factor = to_integers(peak.row[r]);
             for (int64_t i = 0; i < padded; i += 16) {
-                const SixteenInts n = (SixteenInts)(load16(weights + r * padded + i) * factor + ROUNDER);
-                store_bytes(integers + (from + r) * padded + i, n), sum += n - bits_of(ROUNDER);
+                const Sixteen n = load16(weights + r * padded + i) * factor + ROUNDER;
+                store_bytes(integers + r * padded + i, (SixteenInts)n), total[r] += n - ROUNDER;
             }
-            size[from + r] = peak.row[r] / 127.0f * 0.5f;
-            shift[from + r] = ((1 << bits) - 1) * sum16(sum);
         }
+        add_token_sums(codes + first * code_stride(l.dim), count, l.dim, integers, padded, rows, size.row, Each::of(fold16(total)).row, l.bits[VALUES], o + (list.row + from) * l.dim);
     }
-    token_sums(codes, count, D, integers, padded, list.rows, sums);
-    for (int64_t r = 0; r < list.rows; ++r) {
-        const int32_t* sum = sums + r * D;
-        float* __restrict to = o + (list.row + r) * D;
-        const int32_t less = shift[r];
-        const float by = size[r];
-        for (int64_t d = 0; d < D; ++d) to[d] += float(2 * sum[d] - less) * by;
+}
+
+// The refined tokens of all lists, page by page; p [rows][whole] of all rows.
+inline void add_lists(const Layout& l, Unit& u, const float* p, Workspace& s, float* o) {
+    const int64_t D = l.dim, bits = l.bits[VALUES], scan = l.scan_bits[VALUES], stride = code_stride(D);
+    for (const List& list : u.lists) {
+        const float* a = full_scales(l, VALUES, u, list, s);
+        uint8_t* codes = room(s.codes, list.count * stride);
+        read_low(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, bits - scan, D, codes);
+        for (int64_t i = 0; i < list.count; ++i) {
+            const uint8_t* words = u.record[u.page_of(list.tokens[i])] + l.planes[VALUES];
+            for (int64_t plane = 0; plane < scan; ++plane) add_bits(words + plane * l.tokens * D / 8, D, u.within_page(list.tokens[i]), 1 << (bits - 1 - plane), codes + i * stride);
+        }
+        for (int64_t first = 0, last; first < list.count; first = last) {
+            last = first + 1;
+            while (last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[first])) ++last;
+            add_refined(l, u, list, first, last, p + list.row * list.whole(), a, codes, s, o);
+        }
     }
 }
 
@@ -154,10 +178,18 @@ inline void replace(Unit& u, int64_t page_tokens, float peak, int64_t row, const
         float &shift = u.shift[row * u.pages() + page], *of_page = &u.p[row * u.total + page * page_tokens];
         const bool lost = !(std::fabs(shift - peak) < 32.0f);
         const float factor = exp2_fast(shift - peak), *scores = &u.scores[row * u.total + page * page_tokens];
-        for (int64_t t = 0; t < page_tokens; t += 16) store16(of_page + t, lost ? exp2_by_table(load16(scores + t) - peak) : load16(of_page + t) * factor);
+        for (int64_t t = 0; t < page_tokens; t += 16) store16(of_page + t, lost ? exp2_fast(load16(scores + t) - peak) : load16(of_page + t) * factor);
         shift = peak;
     }
     for (int64_t i = 0; i < list.count; ++i) u.p[row * u.total + list.tokens[i]] = p[i];
+}
+
+// The largest score of a row among those that are not taken.
+inline float largest_left(const float* scores, int64_t total, const uint16_t* taken) {
+    const Sixteen none = Sixteen{} - INFINITY;
+    Sixteen most = none;
+    for (int64_t t = 0; t < total; t += 16) most = larger(load16(scores + t) + without(none, uint16_t(~taken[t / 16])), most);
+    return most16(most);
 }
 
 // Partials m, l [rows], o [rows][D] of a unit that was begun.
@@ -170,12 +202,17 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     for (const List& list : u.lists) {
         rescore(l, q, refine.full_noise, list, u, refined + list.row * whole, s);
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
-            float *scores = &u.scores[row * u.total], *p = &u.p[row * u.total], *to = refined + row * whole;
-            for (int64_t i = 0; i < list.count; ++i) scores[list.tokens[i]] = -INFINITY, p[list.tokens[i]] = 0.0f;
-            const float most = max16(to, whole), left = max16(scores, u.total), peak = m[row] = most > left ? most : left;
+            float* to = refined + row * whole;
+            float peak = max16(to, whole);
+            // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
+            if (!(largest_of(&u.shift[row * pages], pages) <= peak)) {
+                const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
+                peak = peak > left ? peak : left;
+            }
+            m[row] = peak;
             Sixteen mass = {};
             for (int64_t i = 0; i < whole; i += 16) {
-                const Sixteen of_refined = exp2_by_table(load16(to + i) - peak);
+                const Sixteen of_refined = exp2_fast(load16(to + i) - peak);
                 store16(to + i, of_refined), mass += of_refined;
             }
             l_out[row] = apart ? fold16(mass) : 0.0f;
@@ -184,27 +221,15 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     }
     room(s.integers, u.rows * P);
     for (int64_t page = 0; page < pages; ++page) {
-        u.load(l, VALUES, page);
-        weigh_page<V>(l, u, page, m, s, ahead);
+        weigh_page<V>(l, u, page, m, apart, s, ahead);
         for (int64_t r = 0; r < u.rows; ++r) l_out[r] += u.mass[r * pages + page];
         s.weights.set(l.scan_bits[VALUES], P / 4, s.integers.data(), P, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
     }
-    if (apart)
-        for (const List& list : u.lists)
-            for (int64_t i = 0; i < list.count; ++i)
-                for (int64_t r = list.row; r < list.row + list.rows; ++r)
-                    u.mass[r * pages + u.page_of(list.tokens[i])] += refined[r * whole + i];
-    combine(l, u, o);
-    if (!apart) return;
-    for (const List& list : u.lists) {
-        const float* a = full_scales(l, VALUES, u, list, s);
-        for (int64_t first = 0, last; first < list.count; first = last) {
-            last = first + 1;
-            while (last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[first])) ++last;
-            add_refined(l, u, list, first, last, refined + list.row * whole, a, s, o);
-        }
-    }
+    if (!apart) return combine<false>(l, u, o);
+    std::fill_n(o, u.rows * l.dim, 0.0f);
+    add_lists(l, u, refined, s, o);
+    combine<true>(l, u, o);
 }
 
 // Tokens in any of the lists.

@@ -1,11 +1,12 @@
-// Up to four query rows and one page of 16 V tokens: scores, softmax, integer weights. Row by row what is independent, then the rows' sums or
-// maxima together: one row alone would wait for its own three times.
+// Up to four query rows and one page of 16 V tokens: scores, softmax, integer weights. The rows go through each step side by side: one alone
+// would wait for its own results, and what belongs to the tokens is then read once.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#include <type_traits>
 
 #include "numbers.hpp"
 
@@ -21,19 +22,28 @@ struct Each {
     static Each of(Four x) { Each each; std::memcpy(each.row, &x, sizeof x); return each; }
 };
 
-// Scores: level * scale * a + noise * a^2 + base, for scales `a` and their squares; the row's largest score.
-template <int V>
-inline Each score_rows(int64_t rows, const int32_t* level, int64_t level_stride, const Each& scale, const float* a, const Each& noise, const float* squares, const Each& base, float* __restrict to, int64_t stride) {
+// run(n) with the number of rows as a constant, at most FEW.
+template <class Run>
+inline auto with_rows(int64_t rows, const Run& run) {
+    if (rows >= 4) return run(std::integral_constant<int, 4>());
+    if (rows == 3) return run(std::integral_constant<int, 3>());
+    if (rows == 2) return run(std::integral_constant<int, 2>());
+    return run(std::integral_constant<int, 1>());
+}
+
+// Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored, rounded like those of the reference so that the same
+// tokens are selected; each row's largest score.
+template <int V, int ROWS>
+inline Each score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride) {
     Sixteen most[FEW] = {};
-    for (int64_t r = 0; r < rows; ++r, level += level_stride, to += stride) {
-        Sixteen best[2];
-        UNROLLED for (int i = 0; i < V; ++i) {
-            const Sixteen coded = __builtin_convertvector(load16(level + 16 * i), Sixteen) * scale.row[r] * load16(a + 16 * i);
-            const Sixteen score = coded + noise.row[r] * load16(squares + 16 * i) + base.row[r];
-            store16(to + 16 * i, score);
-            best[i % 2] = i < 2 ? score : larger(score, best[i % 2]);
-        }
-        most[r] = larger(best[0], best[1]);
+    for (int i = 0; i < V; ++i) {
+        const Sixteen size = load_halves(a + 32 * i), square = size * size;
+        Sixteen score[ROWS];
+        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = __builtin_convertvector(load16(level + r * level_stride + 16 * i), Sixteen) * scale.row[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, score[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i ? larger(score[r], most[r]) : score[r];
     }
     return Each::of(most16(most));
 }
@@ -42,30 +52,50 @@ struct Weighed {
     Each sum, most;
 };
 
-// SOFTEN: p = 2^(x - shift) instead of x. WEIGH: what is stored are the weights p * a, else p. The sums of p, the largest weights.
-template <int V, bool SOFTEN, bool WEIGH>
-inline Weighed weigh_rows(int64_t rows, const float* x, int64_t stride, const Each& shift, const float* a, float* to, int64_t to_stride) {
+// p = 2^(x - shift); the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
+template <int V, int ROWS, bool WEIGH>
+inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, const uint8_t* b, float* to, int64_t to_stride) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
-    for (int64_t r = 0; r < rows; ++r, x += stride, to += to_stride) {
-        Sixteen total[2], best[2];
-        UNROLLED for (int i = 0; i < V; ++i) {
-            const Sixteen p = SOFTEN ? exp2_by_table(load16(x + 16 * i) - shift.row[r]) : load16(x + 16 * i), w = WEIGH ? p * load16(a + 16 * i) : p;
-            store16(to + 16 * i, w);
-            total[i % 2] = i < 2 ? p : total[i % 2] + p;
-            if (WEIGH) best[i % 2] = i < 2 ? w : larger(w, best[i % 2]);
+    for (int i = 0; i < V; ++i) {
+        Sixteen p[ROWS];
+        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i) - shift.row[r];
+        exp2_beside(p);
+        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += p[r];
+        if (WEIGH) {
+            const Sixteen size = load_halves(b + 32 * i);
+            UNROLLED for (int r = 0; r < ROWS; ++r) p[r] *= size;
+            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(p[r], most[r]);
         }
-        sum[r] = total[0] + total[1];
-        if (WEIGH) most[r] = larger(best[0], best[1]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, p[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
 
-// Weights, not negative, with their largest -> integers 0..127 [rows][16 V]; their scales, max / 127. Below 2^-100 a page cannot count beside
-// the granule's largest weight, and the quotient would overflow.
+// Weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of p, the largest weights.
+template <int V, int ROWS>
+inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b, float* to, int64_t to_stride) {
+    Sixteen sum[FEW] = {}, most[FEW] = {};
+    for (int i = 0; i < V; ++i) {
+        const Sixteen size = load_halves(b + 32 * i);
+        Sixteen weight[ROWS];
+        UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] = without(load16(p + r * stride + 16 * i), taken[r][i]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += weight[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] *= size;
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(weight[r], most[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, weight[r]);
+    }
+    return {Each::of(fold16(sum)), Each::of(most16(most))};
+}
+
+// What weights are multiplied by to become integers, from their largest. Below 2^-100 they cannot count beside the granule's largest weight,
+// and the quotient would overflow.
+inline float to_integers(float most) { return most < 7.9e-31f ? 0.0f : 127.0f / most; }
+
+// Weights, not negative, with their largest -> integers 0..127 [rows][16 V]; their scales, max / 127.
 template <int V>
 inline Each quantize_rows(int64_t rows, const float* w, int64_t stride, const Each& most, int8_t* integers) {
     Each size, factor;
-    for (int r = 0; r < FEW; ++r) size.row[r] = most.row[r] / 127.0f, factor.row[r] = most.row[r] < 7.9e-31f ? 0.0f : 127.0f / most.row[r];
+    for (int r = 0; r < FEW; ++r) size.row[r] = most.row[r] / 127.0f, factor.row[r] = to_integers(most.row[r]);
     for (int64_t r = 0; r < rows; ++r, w += stride, integers += 16 * V) {
 #ifdef __AVX512F__
         UNROLLED for (int i = 0; i < V; i += 4) {

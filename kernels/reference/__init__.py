@@ -24,7 +24,7 @@ from bitkv_dist.kernels.reference.layout import (
     unpack_planes,
     unpack_value_plane,
 )
-from bitkv_dist.kernels.reference.pages import Plane, decode, encode, level_unit, levels
+from bitkv_dist.kernels.reference.pages import Plane, decode, decode_rotated, encode, level_unit, levels
 from bitkv_dist.kernels.reference.rotation import dct_matrix, hadamard, rotate, rotate_back, small_matmul, split_dim
 from bitkv_dist.kernels.reference.scores import Noise, Query, centroid_scores, key_scores, quantize_query, score, score_integers
 from bitkv_dist.kernels.reference.selection import (

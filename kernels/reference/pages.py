@@ -55,6 +55,10 @@ def level_unit(bits: int) -> float:
 
 def decode(plane: Plane, signs: torch.Tensor, bits: int, scan_bits: int, side: str) -> torch.Tensor:
     """The vectors that the full codes stand for, fp32 [.., HK, P, D], rotated back."""
-    unit = level_unit(bits)
-    z = levels(plane, side, bits - scan_bits) * (plane.full.float() * unit).unsqueeze(-1) + plane.centroid.float().unsqueeze(-2)
-    return rotate_back(z, signs[:, None, :])
+    return rotate_back(decode_rotated(plane, bits, scan_bits, side), signs[:, None, :])
+
+
+def decode_rotated(plane: Plane, bits: int, scan_bits: int, side: str) -> torch.Tensor:
+    """The same as they were rotated."""
+    z = levels(plane, side, bits - scan_bits) * (plane.full.float() * level_unit(bits)).unsqueeze(-1)
+    return z + plane.centroid.float().unsqueeze(-2)

@@ -134,10 +134,11 @@ def attend_tiered(
     sizes = (slots, queries, heads, group)
     grid = (slots, heads, batch * queries)
     record = {"P": layout.tokens, "RECORD": layout.record_bytes, "ASSEMBLY": chosen.assembly}
-    scan_kernel[grid](
+    at_once = min(padded, chosen.scan_heads_at_once(dim))
+    scan_kernel[slots, heads, batch * queries * (padded // at_once)](
         table.base, table.offsets, table.bounds, dots, bases, query.codes, query.rotated, *sizes, **record,
         D=dim, KEY_BITS=layout.scan_bits[KEYS], KEY_PLANES=layout.planes[KEYS], KEY_CENTROID=layout.centroid[KEYS],
-        GROUP=padded, COLS=max(chosen.columns, padded), num_warps=1, num_stages=chosen.stages,
+        GROUP=at_once, PARTS=padded // at_once, COLS=max(chosen.columns, at_once), num_warps=1, num_stages=chosen.stages,
     )  # fmt: skip
     select_kernel[grid](
         table.base, table.offsets, table.bounds, dots, bases, query.scale, query.norm2, counts, tokens, tops, *sizes,
@@ -146,7 +147,9 @@ def attend_tiered(
     )  # fmt: skip
     m, l, o = launch_decode(layout, query, table, refinement.scan_noise, (dots, bases))
     low = [layout.bits[side] - layout.scan_bits[side] for side in (KEYS, VALUES)]
-    refine_kernel[slots, heads, batch * queries * lists](
+    at_once = min(padded, chosen.refine_heads_at_once(dim)) if refinement.group else 1
+    parts = padded // at_once if refinement.group else group
+    refine_kernel[slots, heads, batch * queries * parts](
         table.base, table.offsets, bases, query.codes, query.scale, query.norm2, tokens, tops, m, l, o, *sizes,
         refinement.full_noise if low[KEYS] else refinement.scan_noise, **record, D=dim,
         KEY_SCAN_BITS=layout.scan_bits[KEYS], VALUE_SCAN_BITS=layout.scan_bits[VALUES],
@@ -154,9 +157,8 @@ def attend_tiered(
         KEY_SCALE=(layout.full if low[KEYS] else layout.scan)[KEYS],
         VALUE_SCALE=(layout.full if low[VALUES] else layout.scan)[VALUES],
         KEY_LOW=layout.low[KEYS], VALUE_LOW=layout.low[VALUES], VALUE_PLANES=layout.planes[VALUES],
-        VALUE_CENTROID=layout.centroid[VALUES], GROUP=padded if refinement.group else 1,
-        COLS=max(chosen.columns, padded) if refinement.group else chosen.columns, BY_HEAD=not refinement.group,
-        LIST=room, num_warps=chosen.refine_warps(room, dim, padded if refinement.group else 1),
+        VALUE_CENTROID=layout.centroid[VALUES], GROUP=at_once, PARTS=parts, COLS=chosen.columns,
+        BY_HEAD=not refinement.group, LIST=room, num_warps=chosen.refine_warps(room, dim, at_once),
     )  # fmt: skip
     return (m, l, o), tokens
 

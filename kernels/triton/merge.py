@@ -114,10 +114,12 @@ def halve(m: torch.Tensor, l: torch.Tensor, o: torch.Tensor, nodes: int) -> Thre
         return m, l, o
     found = tuple(t.new_empty(nodes, *t.shape[1:]) for t in (m, l, o))
     part = max(1, min(triton.next_power_of_2(max(1, dim)), TILE_ELEMENTS // leaves))
+    # A level's maxima and sums, which every warp holds, fill registers too.
+    warps = 256 // config(m.device).lanes if leaves > 128 else WARPS
     if rows:
         halve_lanes[(rows, max(1, triton.cdiv(dim, part)), nodes)](
             m, l, o, *found, rows, nodes, DIM=dim, PART=part, LEAVES=leaves, LEVELS=leaves.bit_length() - 1,
-            num_warps=WARPS, enable_fp_fusion=False, **config(m.device).registers(),
+            num_warps=warps, enable_fp_fusion=False, **config(m.device).registers(),
         )  # fmt: skip
     return found
 

@@ -61,14 +61,15 @@ def refine(
     KEY_SCAN_BITS: tl.constexpr, KEY_LOW_BITS: tl.constexpr, VALUE_SCAN_BITS: tl.constexpr, VALUE_LOW_BITS: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr, KEY_LOW: tl.constexpr, VALUE_LOW: tl.constexpr,
     VALUE_PLANES: tl.constexpr, VALUE_CENTROID: tl.constexpr,
-    GROUP: tl.constexpr, COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr, ASSEMBLY: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, BY_HEAD: tl.constexpr, LIST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Adds to m_out, l_out [B, slots, HK, Q, G], o_out [.., D], which hold the tail's partials, the tokens that `select`
     listed.
 
-    GROUP heads of one list; BY_HEAD: a list per head, a program per list. Columns count (set, head): every set has all tokens'
-    scores, and the weights of the tokens of a page of its own. KEY_SCALE, VALUE_SCALE: offsets of the scales of the full codes;
-    noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
+    A program takes GROUP heads of one list, PARTS programs all of them; BY_HEAD: a list and a program per head. Columns count
+    (set, head): every set has all tokens' scores, and the weights of the tokens of a page of its own. KEY_SCALE, VALUE_SCALE:
+    offsets of the scales of the full codes; noise = 0.5 ln2 r^2 / (D a^2) of the full key code. The others: see `select`.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
@@ -76,20 +77,21 @@ def refine(
     WIDTH: tl.constexpr = triton.next_power_of_2(BYTES)
     VALUE_BITS: tl.constexpr = VALUE_SCAN_BITS + VALUE_LOW_BITS
     slot, head, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lists = group if BY_HEAD else 1
-    batch, query, list_head = z // (queries * lists), z // lists % queries, z % lists
+    parts = group if BY_HEAD else PARTS
+    batch, query, part = z // (queries * parts), z // parts % queries, z % parts
     source = (batch * heads + head) * queries + query
     target = ((batch * slots + slot).to(tl.int64) * heads + head) * queries + query
     column = tl.arange(0, COLS)
     column_set, column_head = column // GROUP, column % GROUP
-    real = column_head < (1 if BY_HEAD else group)
-    q_head = source * group + list_head + column_head
-    out_column = target * group + list_head + column_head
+    real = part * GROUP + column_head < group
+    q_head = source * group + part * GROUP + column_head
+    out_column = target * group + part * GROUP + column_head
 
-    if tl.load(tokens + (target * lists + list_head) * LIST) < 0:
+    list_start = tokens + (target * group + part if BY_HEAD else target) * LIST
+    if tl.load(list_start) < 0:
         return  # nothing is listed; of a slot without a granule not even the address may be used
     index = tl.arange(0, LIST)
-    token = tl.load(tokens + (target * lists + list_head) * LIST + index)
+    token = tl.load(list_start + index)
     listed = token >= 0
     token = tl.where(listed, token, 0)
     page, within = token // P, token % P
@@ -115,8 +117,8 @@ def refine(
 
     # Softmax, together with the tail
     member = tl.arange(0, GROUP)
-    there = member < (1 if BY_HEAD else group)
-    out_head = target * group + list_head + member
+    there = part * GROUP + member < group
+    out_head = target * group + part * GROUP + member
     tail = tl.load(m_out + out_head, mask=there, other=float("-inf"))
     m = tl.maximum(tail, head_max(scores, SETS))
     origin = tl.where(m == float("-inf"), 0.0, m)

@@ -20,24 +20,25 @@ def scan(
     records, granules, bounds, dots, bases, codes, rotated, slots, queries, heads, group,
     D: tl.constexpr, P: tl.constexpr, RECORD: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_PLANES: tl.constexpr, KEY_CENTROID: tl.constexpr,
-    GROUP: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """dots int16 (one scanned plane) or int32 [B, slots, HK, Q, G, 512] = sum of q * (2 code - (2^S - 1)); bases fp32
     [B, slots, HK, Q, G, 512 / P] = q.c of each page. Pages outside `bounds` are left as they are.
 
-    records .. rotated: see `decode`, each granule a lane.
+    records .. rotated: see `decode`, each granule a lane; PARTS programs serve GROUP heads of a granule each.
     """
     SETS: tl.constexpr = COLS // GROUP
     PAGES: tl.constexpr = 512 // P
-    slot, head, batch, query = tl.program_id(0), tl.program_id(1), tl.program_id(2) // queries, tl.program_id(2) % queries
+    slot, head, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, query, part = z // (queries * PARTS), z // PARTS % queries, z % PARTS
     source = (batch * heads + head) * queries + query
     target = ((batch * slots + slot).to(tl.int64) * heads + head) * queries + query
-    member = tl.arange(0, GROUP)
+    member = part * GROUP + tl.arange(0, GROUP)
     real = member < group
     column = tl.arange(0, COLS)[None, :]
-    column_set, column_head = column // GROUP, column % GROUP
+    column_set, column_head = column // GROUP, part * GROUP + column % GROUP
 
-    blocks = load_query(codes, source * group, group, D, SETS, GROUP)
+    blocks = load_query(codes, source * group + part * GROUP, group - part * GROUP, D, SETS, GROUP)
     dim = tl.arange(0, triton.next_power_of_2(D))
     at = (source * group + member[None, :]) * D + dim[:, None]
     inside = real[None, :] & (dim < D)[:, None]

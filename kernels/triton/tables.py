@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from bitkv_dist.kernels.triton.planes import GCN, PLAIN, PTX
 @dataclass(frozen=True)
 class Config:
     """columns: of a tensor-core tile, at least; lanes: threads of a warp; assembly: see planes.py; stages: pages in flight;
-    precision: of products of fp32 numbers on tensor cores."""
+    precision: of products of fp32 numbers on tensor cores; most_warps: of a program that multiplies tiles of eight columns."""
 
     columns: int
     lanes: int
@@ -30,6 +30,7 @@ class Config:
     precision: str
     most_registers: int | None = None
     exact_warps: int = 4
+    most_warps: int = 8
 
     def heads_at_once(self, dim: int) -> int:
         """Query heads of a program of `decode`: their scores and outputs fill the registers of one warp."""
@@ -40,23 +41,33 @@ class Config:
         more program beside it."""
         return {} if self.most_registers is None else {"maxnreg": self.most_registers}
 
+    def scan_heads_at_once(self, dim: int) -> int:
+        """Query heads of a program of `scan`: their codes fill the registers of one warp."""
+        return self.lanes // 2 if dim < 256 else self.lanes // 4
+
     def select_warps(self, heads: int, lists: int) -> int:
         return max(1, heads // 4, lists // 2)
 
+    def refine_heads_at_once(self, dim: int) -> int:
+        return self.columns if dim <= 128 else self.columns // 2
+
     def refine_warps(self, tokens: int, dim: int, heads: int) -> int:
-        """tokens: room for a granule's refined ones; heads of one list. Sixteen heads' outputs want twice the registers."""
-        rows = 2 if heads > 8 else 1
-        return min(8, max(1, tokens // 32 * max(128, triton.next_power_of_2(dim)) * heads * rows // (16 * self.lanes)))
+        """tokens: room for a granule's refined ones; heads of a program, whose outputs fill the registers."""
+        rows = max(128, triton.next_power_of_2(dim))
+        wanted = max(rows // (4 * self.lanes), tokens // 32 * rows * heads // (16 * self.lanes))
+        return min(self.most_warps, max(1, wanted))
 
 
 NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
+# From four warps on, Triton 3.9 takes tcgen05.mma, which has no tile of eight columns, and fails.
+BLACKWELL = replace(NVIDIA, most_warps=2)
 AMD = Config(columns=16, lanes=64, assembly=GCN.value, stages=2, precision="ieee")
 INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
 
 ARCHITECTURES: dict[str, Config] = {
     "sm_80": NVIDIA,
     "sm_90": NVIDIA,
-    "sm_100": NVIDIA,
+    "sm_100": BLACKWELL,
     "gfx942": AMD,
     "interpreter": INTERPRETER,
 }
