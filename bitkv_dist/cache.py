@@ -33,6 +33,7 @@ class Shard:
     reduce: Callable[[list[Partial], list[int]], list[Partial]] = lambda nodes, sequences: [root(node) for node in nodes]
     gather: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.unsqueeze(0)
     exchange: Callable[[list[Partial], list[int]], list[Partial]] | None = None
+    all_heads: bool = True  # whether `exchange` gives the roots of all heads
 
     def merge(self, nodes: list[Partial], sequences: list[int]) -> list[Partial]:
         """`exchange`."""
@@ -157,29 +158,32 @@ class PackedCache:
 
     def sealed_tokens(self, sequence: int) -> int:
         """Sealed tokens of a sequence over all ranks."""
-        return max(0, min(self.length(sequence), self.layers[-1].states[sequence].sealed_end) - self.config.sink_rounded)
+        return self.layers[-1].states[sequence].held_end - self.config.sink_rounded
+
+    def evicted_tokens(self, sequence: int) -> int:
+        """Tokens of a sequence that were sealed, or would have been, and are gone."""
+        state = self.layers[-1].states[sequence]
+        return state.sealed_end - state.held_end
 
     def page_digests(self) -> dict[tuple[int, int, int, int], int]:
         """(layer, sequence, page, global KV head) -> digest of the sealed bytes that this rank holds, or encoded for the
-        audit."""
+        audit; of pages that were not evicted."""
         found: dict[tuple[int, int, int, int], int] = {}
         first_head = self.heads.first_kv_head
         for layer in self.layers:
             for sequence, state in enumerate(layer.states):
-                for page, record in state.pages():
-                    found.update(
-                        {(layer.index, sequence, page, first_head + head): digest(record[head]) for head in range(len(record))}
-                    )
-            found.update(
-                {
-                    (layer.index, sequence, page, first_head + head): value
-                    for (sequence, page, head), value in layer.audited.items()
-                }
-            )
+                for slot, record in state.pages():
+                    for head in range(len(record)):
+                        key = layer.index, sequence, state.page_in(slot, head), first_head + head
+                        found[key] = digest(record[head])
+            for (sequence, slot, head), value in layer.audited.items():
+                found[layer.index, sequence, layer.states[sequence].page_in(slot, head), first_head + head] = value
         return found
 
 
 def reserved_granules(config: CacheConfig, tokens: int) -> int:
     """Granules, of all ranks, that the pages of a sequence of `tokens` tokens need room in."""
-    due = max(0, tokens - config.recent_tokens) // config.page_tokens * config.page_tokens
+    due, sink = max(0, tokens - config.recent_tokens) // config.page_tokens * config.page_tokens, config.sink_rounded
+    if due > sink:
+        due = sink + config.kept_pages((due - sink) // config.page_tokens) * config.page_tokens
     return -(-due // GRANULE_TOKENS)

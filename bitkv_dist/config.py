@@ -6,6 +6,7 @@ code serves are each a one-line `ValueError` that names the field, the value, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
@@ -82,6 +83,8 @@ class CacheConfig:
     sink_tokens: int = 128  # rounded up to whole pages: see sink_rounded
     recent_tokens: int = 128
     seed: int = 0
+    eviction: str = "none"  # none | window: the newest sealed pages stay | heavy: those that receive most attention
+    eviction_keep: float | None = None  # below 1: share of the sealed tokens that stay; else so many tokens, in whole pages
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -106,6 +109,7 @@ class CacheConfig:
         if self.codec in CALIBRATED:
             self._check_calibration()
         self._check_layers()
+        self._check_eviction()
 
     def _only_for(self, codecs: tuple[str, ...], names: Iterable[str]) -> None:
         if self.codec in codecs:
@@ -142,6 +146,35 @@ class CacheConfig:
         if self.calibration_digest not in (None, origin.digest):
             refuse(self, "calibration_digest", f"the file has {origin.digest}", "give the file that was meant, or leave it out")
         resolve(self, "calibration_digest", origin.digest)
+
+    def _check_eviction(self) -> None:
+        one_of(self, "eviction", ("none", "window", "heavy"))
+        keep = self.eviction_keep
+        if self.eviction == "none":
+            if keep is not None:
+                refuse(self, "eviction_keep", "nothing is evicted without a rule", "set eviction: window or heavy")
+            return
+        if self.codec == "looped":
+            rule = "codec looped seals a page of all loops at once and gives none of them up"
+            refuse(self, "eviction", rule, "leave it out or set codec: planes")
+        if keep is None:
+            refuse(self, "eviction", "how much stays is not said", "set eviction_keep to a share such as 0.25, or to tokens")
+        if keep < 0 or (keep >= 1 and keep % 1):
+            rule = "must be a share of the sealed tokens below 1, or a whole number of tokens"
+            refuse(self, "eviction_keep", rule, "take 0.25 or 4096")
+        if keep == 0 and self.eviction == "heavy":
+            refuse(self, "eviction_keep", "leaves rule heavy nothing to choose", "set eviction: window")
+        learns = "score fitted" if self.score == "fitted" else "refine.rule mass"
+        if self.score == "fitted" or (self.refine is not None and self.refine.rule == "mass"):
+            refuse(self, "eviction", f"{learns} learns from all pages of the prompt", "take score mse and rule fraction")
+
+    def kept_pages(self, sealed_pages: int) -> int:
+        """How many of so many sealed pages stay."""
+        if self.eviction == "none":
+            return sealed_pages
+        keep = self.eviction_keep
+        most = math.ceil(keep * sealed_pages) if keep < 1 else math.ceil(keep / self.page_tokens)
+        return min(sealed_pages, most)
 
     @property
     def origin(self) -> Origin:

@@ -179,7 +179,7 @@ class Engine:
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
-            exchange=self.exchange,
+            exchange=self.exchange, all_heads=self.mesh.exchange != "alltoall",
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.room_bytes = free_bytes(self.model.device, self.mesh.world.local_size)

@@ -17,6 +17,7 @@ from bitkv_dist.calibration import Probe, chunk_probes, probe_ends, prompt_probe
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.eviction import Watched, prompt_mass, prompt_seen
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.kernels.reference import Query, Whole, attend_dense
@@ -50,11 +51,12 @@ class PackedLayer:
         self.codec = make_codec(cache.config.for_layer(index), cache.heads, index)
         with needing(f"the exact windows of layer {index}"):
             self.states = [
-                SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning())
+                SequenceState(cache.config, cache.heads, self.codec.record_bytes, self.codec.tuning(), self.codec.joined)
                 for _ in range(cache.sequences)
             ]
-        self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, page, local KV head) -> digest, of pages of other ranks
+        self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, slot, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
+        self.watched: list[Watched] = []  # with eviction by mass: what the pages of the sequence at hand have received
 
     # -- writing
 
@@ -99,21 +101,35 @@ class PackedLayer:
             state.prompt = Prompt(sequence, tokens, self.cache.heads, self.cache.shard, at_once)
         learns = any(layer.states[sequence].tuning is not None for layer in (self, *others))
         state.probe_ends = probe_ends(tokens) if learns else []
+        if any(layer.cache.config.eviction == "heavy" for layer in (self, *others)):
+            pages = state.sealed_at(tokens) // state.page_tokens
+            state.received = torch.zeros(pages, self.cache.heads.kv_heads, dtype=torch.int64)
 
     def finish_prompt(self, sequence: int, others: Sequence[PackedLayer] = ()) -> None:
         """Seal the prompt's pages, keep its sink and recent window, drop the rest."""
         state = self.states[sequence]
         prompt, state.prompt = state.prompt, None
         probes = prompt_probes(state, self.cache.heads, self.cache.shard.gather) if state.probe_ends else []
+        received, state.received = state.received, None
+        if received is not None:
+            received = self.gathered(received).sum(0)
         for layer in (self, *others):
-            layer.take_prompt(sequence, prompt, probes)
+            layer.take_prompt(sequence, prompt, probes, received)
 
-    def take_prompt(self, sequence: int, prompt: Prompt, probes: list[tuple[torch.Tensor, int]]) -> None:
-        """A prompt's exact keys and values, and what a layer that learns from it needs."""
+    def take_prompt(self, sequence: int, prompt: Prompt, probes: list[tuple[torch.Tensor, int]],
+                    received: torch.Tensor | None = None) -> None:
+        """A prompt's exact keys and values, and what a layer needs that learns from it, or keeps only some of its pages
+        (received: see eviction.prompt_mass)."""
         state = self.states[sequence]
         state.length, end = prompt.tokens, state.sealed_at(prompt.tokens)
-        for start, rows in prompt.pieces(state.sealed_end, end, PAGES_AT_ONCE * state.page_tokens):
-            self.seal(sequence, start, rows)
+        at_once = PAGES_AT_ONCE * state.page_tokens
+        if state.table is not None:
+            self.choose_pages(state, end, received)
+            for start in range(state.sealed_end, end, at_once):  # a slot's owner need not have the page's rows
+                self.seal(sequence, start, prompt.read(start, min(start + at_once, end)))
+        else:
+            for start, rows in prompt.pieces(state.sealed_end, end, at_once):
+                self.seal(sequence, start, rows)
         state.sealed_end = end
         self.keep(sequence, torch.cat((prompt.read(0, min(state.sink, prompt.tokens)), prompt.read(end, prompt.tokens)), dim=2))
         if state.tuning is not None:
@@ -152,6 +168,8 @@ class PackedLayer:
         if count == 0:
             return rows
         at_once = PAGES_AT_ONCE * state.page_tokens
+        if state.table is not None:
+            self.place_pages(sequence, range(state.sealed_end // state.page_tokens, end // state.page_tokens))
         for start in range(0, count, at_once):
             some = rows[:, :, sink + start : sink + min(start + at_once, count)]
             self.seal(sequence, state.sealed_end + start, some)
@@ -173,22 +191,75 @@ class PackedLayer:
         self.store(sequence, wanted, self.codec.encode(pages[0, own], pages[1, own], *place))
 
     def wanted(self, sequence: int, numbers: Sequence[int]) -> list[int]:
-        """Those of these pages that are encoded here: this rank's, and with an audit all."""
-        per_granule = GRANULE_TOKENS // self.cache.config.page_tokens
+        """Those of these pages that are encoded here: this rank's, and with an audit all; of those that are kept."""
+        state, per_granule = self.states[sequence], GRANULE_TOKENS // self.cache.config.page_tokens
         owns, audit = self.cache.shard.owns, self.cache.audit
-        return [number for number in numbers if audit or owns(number // per_granule, sequence)]
+        return [page for page in numbers if any(audit or owns(slot // per_granule, sequence) for slot in state.slots_of(page))]
 
     def store(self, sequence: int, numbers: Sequence[int], records: torch.Tensor) -> None:
-        """Keep the records [n, HK, record_bytes] of these pages, or, of pages of other ranks, their digests."""
-        per_granule = GRANULE_TOKENS // self.cache.config.page_tokens
+        """Keep the records [n, HK, record_bytes] of these pages, or, of slots of other ranks, their digests."""
+        state, per_granule = self.states[sequence], GRANULE_TOKENS // self.cache.config.page_tokens
         for number, record in zip(numbers, records, strict=True):
-            granule, place = divmod(number, per_granule)
-            if self.cache.shard.owns(granule, sequence):
-                with needing(f"more sealed pages of layer {self.index}"):
-                    page = self.states[sequence].sealed.page(granule, place)
-                page.copy_(record)
-            else:
-                self.audited.update({(sequence, number, head): digest(record[head]) for head in range(len(record))})
+            for slot, heads in state.slots_of(number).items():
+                granule, place = divmod(slot, per_granule)
+                if self.cache.shard.owns(granule, sequence):
+                    with needing(f"more sealed pages of layer {self.index}"):
+                        page = state.sealed.page(granule, place)
+                    page[heads] = record[heads]
+                elif self.cache.audit:
+                    self.audited.update({(sequence, slot, head): digest(record[head]) for head in heads})
+
+    # -- eviction
+
+    def choose_pages(self, state: SequenceState, end: int, received: torch.Tensor | None) -> None:
+        """Which of a prompt's pages before `end` stay; received int64 [pages, HK]."""
+        config, first = self.cache.config, state.sink // state.page_tokens
+        count, seen = end // state.page_tokens - first, None
+        if state.table.heavy:
+            seen = prompt_seen(self.sealed_ends(0, state.length), config, first + count)[first:, None]
+            seen = seen.expand(-1, received.shape[1])
+            received = received[first : first + count]
+        state.table.choose(first, count, config.kept_pages(count), received, seen)
+
+    def place_pages(self, sequence: int, pages: range) -> None:
+        """Slots for pages that are due, in the place of others where there is no more room."""
+        state, first = self.states[sequence], self.states[sequence].sink // self.cache.config.page_tokens
+        if self.cache.config.kept_pages(pages.stop - first) < len(state.table) + len(pages):
+            self.settle_masses(sequence)
+        for page in pages:
+            state.table.place(page, self.cache.config.kept_pages(page + 1 - first))
+
+    def settle_masses(self, sequence: int) -> None:
+        """The same masses on every rank; collective."""
+        table = self.states[sequence].table
+        if table is None or not table.heavy:
+            return
+        page = self.cache.config.page_tokens
+        per_granule, first = GRANULE_TOKENS // page, self.states[sequence].sink // page
+        owned = [self.cache.shard.owns((first + slot) // per_granule, sequence) for slot in range(len(table))]
+        table.settle(torch.tensor(owned, dtype=torch.bool), self.gathered)
+
+    def gathered(self, t: torch.Tensor) -> torch.Tensor:
+        """`Shard.gather` of a tensor on the CPU."""
+        return self.cache.shard.gather(t.to(self.cache.heads.device)).cpu()
+
+    def sealed_ends(self, start: int, stop: int) -> torch.Tensor:
+        """Before which token pages are sealed when each of the tokens start .. stop - 1 is fed, int64."""
+        config = self.cache.config
+        ends = (torch.arange(start + 1, stop + 1) - max(1, config.recent_tokens)).div(config.page_tokens, rounding_mode="floor")
+        return (ends * config.page_tokens).clamp(min=config.sink_rounded)
+
+    def count_mass(self, sequence: int, watched: list[Watched], total: Partial, exact: Partial, queries: int) -> None:
+        """Note what the sealed pages received from a step's queries; total: the partial of all sealed tokens."""
+        state = self.states[sequence]
+        places, first = GRANULE_TOKENS // state.page_tokens, state.sink // state.page_tokens
+        whole = merge(*(part._replace(o=part.o[..., :0]) for part in (total, exact)))
+        for part in watched:
+            mass = part.units(whole.m, whole.l).flatten(0, 1)
+            slots = (torch.tensor(part.granules)[:, None] * places + torch.arange(places)).flatten() - first
+            used = (slots >= 0) & (slots < len(state.table))
+            state.table.receive(slots[used], mass[used.to(mass.device)], 0)
+        state.table.seen += queries
 
     def check_finite(self, pages: torch.Tensor, numbers: Sequence[int]) -> None:
         """pages [2, n, HK, P, D]; numbers: their global indices."""
@@ -215,8 +286,18 @@ class PackedLayer:
             if q.shape[2] == 1 and self.codec.fused:
                 return self.attend_fused(queries).to(q.dtype)
             exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
-            nodes = [self.sealed_nodes(*each) for each in zip(step.sequences, queries, exacts, strict=True)]
+            nodes, watched = [], []
+            for each in zip(step.sequences, queries, exacts, strict=True):
+                nodes.append(self.sealed_nodes(*each))
+                watched.append(self.watched)
+                self.watched = []
             roots = self.cache.shard.merge(nodes, step.sequences)
+            if self.cache.config.eviction == "heavy":
+                totals = roots
+                if not self.cache.shard.all_heads:
+                    totals = self.cache.shard.reduce([node._replace(o=node.o[..., :0]) for node in nodes], step.sequences)
+                for sequence, *parts in zip(step.sequences, watched, totals, exacts, strict=True):
+                    self.count_mass(sequence, *parts, queries.shape[2] * queries.shape[3])
             parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
             out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
@@ -254,6 +335,8 @@ class PackedLayer:
                 rows = state.prompt.read(0, stop, heads)
                 if own and own[0] == sequence:
                     found.append(causal_attention(q[heads], *rows[:, :, : own[1] + own[2]], scaling))
+                    if state.received is not None:
+                        self.watch_prompt(state, q[heads], rows[0, :, : own[1] + own[2]], heads, own[1], scaling)
                 del rows  # before the next ones come
         if not own:
             return None
@@ -261,6 +344,13 @@ class PackedLayer:
         if end in state.probe_ends:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return torch.cat(found).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+    def watch_prompt(self, state: SequenceState, q: torch.Tensor, k: torch.Tensor, heads: slice, start: int,
+                     scaling: float) -> None:
+        """Count what pages receive from a chunk's queries q [heads, G, n, D]; k [heads, start + n, D]."""
+        ends = self.sealed_ends(start, start + q.shape[2]).to(q.device)
+        mass = prompt_mass(q.float() * (scaling * math.log2(math.e)), k, start, ends, self.cache.config)
+        state.received[: len(mass), heads] += mass
 
     def attend_tables(self, queries: torch.Tensor, tables: StepTables) -> torch.Tensor:
         """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D]; no length of it is the host's."""
@@ -286,16 +376,16 @@ class PackedLayer:
             self.settle(sequence, rows)
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
 
-    def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial) -> Partial:
+    def sealed_nodes(self, sequence: int, query: torch.Tensor, exact: Partial, first: int = 0) -> Partial:
         """This rank's nodes of the merge tree over the sealed pages, Partial [V, HK, n, G]; other ranks' stay empty.
 
-        query fp32 [HK, n, G, D] in base 2; exact: the partial of its exact tokens.
+        query fp32 [HK, n, G, D] in base 2, of a step's positions from its `first` on; exact: the partial of its exact tokens.
         """
         state = self.states[sequence]
         at_once = queries_at_once(query[:, 0].numel())
         if query.shape[1] > at_once:
             exacts = [Partial(*part) for part in zip(*(t.split(at_once, 1) for t in exact), strict=True)]
-            parts = zip(query.split(at_once, 1), exacts, strict=True)
+            parts = zip(query.split(at_once, 1), exacts, range(0, query.shape[1], at_once), strict=True)
             found = [self.sealed_nodes(sequence, *part) for part in parts]
             return Partial(*(torch.cat(tensors, dim=2) for tensors in zip(*found, strict=True)))
         prepared = self.codec.prepare(query, state.tuning)
@@ -305,12 +395,17 @@ class PackedLayer:
 
         def attend(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
             index = torch.tensor(granules, device=query.device) if self.codec.chooses_globally else None
-            part, reads = self.codec.attend(prepared, records, valid, choice, index)
+            mass = None
+            if self.cache.config.eviction == "heavy":
+                mass = query.new_empty(len(records), *query.shape[:3], records.shape[1])
+            part, reads = self.codec.attend(prepared, records, valid, choice, index, mass)
+            if mass is not None:
+                self.watched.append(Watched(first, granules, part.m, mass))
             if self.cache.step.count_reads:
                 self.cache.counted.add(reads)
             return part
 
-        return self.nodes(state, query.shape, state.sealed_end, attend)
+        return self.nodes(state, query.shape, state.held_end, attend)
 
     def nodes(self, state: SequenceState, shape: tuple[int, ...], end: int,
               compute: Callable[[torch.Tensor, torch.Tensor, list[int]], Partial], cost: int = 1) -> Partial:
@@ -327,7 +422,7 @@ class PackedLayer:
             return (compute(*found) for found in self.blocks(state, block, end, (modulus, residue)))
 
         held = state.sealed.before(-(-end // GRANULE_TOKENS))
-        granules = -(-state.sealed_end // GRANULE_TOKENS)
+        granules = -(-state.held_end // GRANULE_TOKENS)
         return walk(blocks, held, granules, shard.nodes, most, shape, state.exact.device)
 
     def blocks(
@@ -352,10 +447,10 @@ class PackedLayer:
         log_sum_exp = None
         if self.codec.selection.group:
             mass = lambda records, valid, _: self.codec.mass(query, *counted(heads[1], records, valid))  # noqa: E731
-            nodes = self.nodes(state, (*heads, 0), state.sealed_end, mass)
+            nodes = self.nodes(state, (*heads, 0), state.held_end, mass)
             root = shard.reduce([nodes], [sequence])[0]
             log_sum_exp = root.m + torch.log2(root.l)
-        count = self.codec.refined_of(state.sealed_end - state.sink)
+        count = self.codec.refined_of(state.held_end - state.sink)
         at_once = max(1, SCORES_AT_ONCE // max(1, heads[0] * heads[2] * count * shard.ranks))
         cuts = []
         for first in range(0, heads[1], at_once):

@@ -80,7 +80,7 @@ class LoopedLayer(PackedLayer):
         """The pages [2, n, HK, P, D] that begin at these places of rows [2, HK, count, D]."""
         return torch.stack([rows[:, :, start : start + self.cache.config.page_tokens] for start in starts], dim=1)
 
-    def take_prompt(self, sequence: int, prompt: Prompt, probes: list[Probe]) -> None:
+    def take_prompt(self, sequence: int, prompt: Prompt, probes: list[Probe], received: torch.Tensor | None = None) -> None:
         state = self.states[sequence]
         state.length, end, page = prompt.tokens, state.sealed_at(prompt.tokens), state.page_tokens
         copied = self.cache.shard.ranks > 1  # else the prompt is the rank's own, and stays as it is

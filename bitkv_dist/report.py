@@ -72,7 +72,7 @@ def cache_report(engine: Engine) -> dict:
     cache, model, mesh = engine.cache, engine.model, engine.mesh
     sequences = range(cache.sequences)
     tokens = sum(map(cache.length, sequences))
-    sealed = sum(map(cache.sealed_tokens, sequences))
+    sealed, evicted = sum(map(cache.sealed_tokens, sequences)), sum(map(cache.evicted_tokens, sequences))
     bf16_bytes = tokens * model.layers * model.kv_heads * model.head_dim * 2 * 2
     parts = mesh.gather_objects((cache.bytes, cache.reads, cache.exact_reads if mesh.sp_rank == 0 else ReadCount()))
     bytes_per_rank = [part[0] for part in parts]
@@ -97,7 +97,14 @@ def cache_report(engine: Engine) -> dict:
         "ratio": 16 / cache.stored_bits_per_element,
         "copies": mesh.split.replicas(model.kv_heads),
         "sealed_tokens": sealed,
-        "exact_tokens": tokens - sealed,
+        "exact_tokens": tokens - sealed - evicted,
+        "eviction": {
+            "rule": engine.cache_config.eviction,
+            "keep": engine.cache_config.eviction_keep,
+            "evicted_tokens": evicted,
+            "kept_share": ratio(tokens - evicted, tokens),
+            "kept_share_of_sealed": ratio(sealed, sealed + evicted),
+        },
     } | mass_report(engine)
 
 

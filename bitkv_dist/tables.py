@@ -48,7 +48,7 @@ class StepTables:
 
     def needed(self) -> int:
         """Granules of the longest sequence once there is room for its next token."""
-        return max(-(-state.sealed_at(state.length + 1) // GRANULE_TOKENS) for state in self.states(0))
+        return max(-(-state.held_at(state.length + 1) // GRANULE_TOKENS) for state in self.states(0))
 
     @property
     def stale(self) -> bool:
@@ -65,7 +65,7 @@ class StepTables:
         for layer in self.cache.layers:
             rows = [layer.make_room(sequence) for sequence in self.sequences]
         self.numbers.copy_(torch.tensor([tokens, positions, rows]).T)
-        now = [(state.sealed_end, len(state.sealed.granules)) for state in self.states(0)]
+        now = [(state.held_end, len(state.sealed.granules)) for state in self.states(0)]
         if now != self.filled:
             self.filled = now
             self.refill()
@@ -82,6 +82,6 @@ class StepTables:
                 for granule, address in state.sealed.addresses():
                     row[granule] = address - base
             offsets.copy_(found)
-        self.spans.copy_(torch.tensor([[state.sink // page, state.sealed_end // page] for state in self.states(0)]))
+        self.spans.copy_(torch.tensor([[state.sink // page, state.held_end // page] for state in self.states(0)]))
         self.bounds.copy_(self.cache.layers[0].codec.bounds(self.spans, self.bounds.shape[1]) * self.owned.unsqueeze(-1))
         self.pages = int((self.bounds[..., 1] - self.bounds[..., 0]).sum())

@@ -46,6 +46,7 @@ class Bench:
     def columns(self) -> dict[str, CacheConfig]:
         """The caches of --compare by name, in their order, all with the common window."""
         window = {f"cache.{name}": value for name, value in self.window.items()}
+        window |= {name: value for name, value in self.asked.overrides.items() if name.startswith("cache.eviction")}
         found = {Path(name).stem: self.built(name, window) for name in self.asked.compare}
         if len(found) < len(self.asked.compare):
             raise ValueError(f"compare {','.join(self.asked.compare)}: two of them have the same name; rename a file")

@@ -102,12 +102,22 @@ def summary(report: dict[str, Any]) -> list[str]:
         ("prefill", f"{report['prefill']}, {prefill}, first token after {timing['first_token_s']:.2f} s"),
         ("decode", decode),
         ("cache", f"{kv['bytes_total'] / MIB:,.2f} MiB for {tokens}; bf16 takes {kv['bf16_bytes'] / MIB:,.2f} MiB"),
+        *eviction_rows(kv),
         ("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total"),
         ("bits per element", f"{stored} stored, {read} read ({kv['codec']})"),
         ("kernel", f"{kernel['backend']} ({kernel['reason']})"),
         *exchange_rows(report),
     )
     return [f"{name:<17} {value}" for name, value in rows]
+
+
+def eviction_rows(kv: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a bounded cache still holds."""
+    found = kv["eviction"]
+    if found["rule"] == "none":
+        return []
+    share = f"{found['kept_share']:.1%} of all tokens kept, {found['evicted_tokens']:,} evicted"
+    return [("eviction", f"{found['rule']}, keep {found['keep']:g}: {share}")]
 
 
 def exchange_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ _FIELDS = (
     ("--sink-tokens", "cache.sink_tokens", "first tokens that stay exact, rounded up to whole pages"),
     ("--recent-tokens", "cache.recent_tokens", "newest tokens that stay exact"),
     ("--seed", "cache.seed", "seed of the rotations"),
+    *flags.EVICTION,
 )
 
 

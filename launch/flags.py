@@ -14,6 +14,10 @@ _MODEL = (
     ("--dtype", "generate.dtype", "float32, bfloat16 or float16; float32 on a CPU and bfloat16 on a GPU without it"),
     ("--weights", "generate.weights", "kept in: model (that is --dtype), bfloat16 (rounding if need be) or auto (if not)"),
 )
+EVICTION = (
+    ("--eviction", "cache.eviction", "none, window (the newest sealed tokens stay) or heavy (those that are attended to most)"),
+    ("--eviction-keep", "cache.eviction_keep", "below 1: share of the sealed tokens that stays; else so many tokens"),
+)
 _CACHE = (
     ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline), exact, tailored or residual"),
     ("--calibration", "cache.calibration", "tailored, residual: the file that bitkv calibrate made"),
@@ -23,6 +27,7 @@ _CACHE = (
     ("--recent-tokens", "cache.recent_tokens", "newest tokens that stay exact"),
     ("--sink-tokens", "cache.sink_tokens", "first tokens that stay exact, rounded up to whole pages"),
     ("--seed", "cache.seed", "seed of the rotations"),
+    *EVICTION,
 )
 _GRID = (
     ("--tp", "parallel.tp", "tensor-parallel ranks"),

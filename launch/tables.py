@@ -21,14 +21,16 @@ def show_ppl(rows: list[Row], positions: tuple[int, int], window: CacheConfig, n
     """One line per text and codec; notes: further lines below the table."""
     first, last = positions
     table = Table(title=f"teacher-forced, positions {first}:{last}")
-    for heading in ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined"):
+    names = ("text", "codec", "perplexity", "to exact", "KL", "top-1", "stored bits", "read bits", "ratio", "refined", "kept")
+    for heading in names:
         table.add_column(heading, justify="left" if heading in ("text", "codec") else "right")
     for before, row in zip([None, *rows], rows, strict=False):
         if before and before["text"] != row["text"]:
             table.add_section()
         quality = (f"{row['ppl']:.3f}", f"x{row['ppl_ratio']:.4f}", f"{row['kl']:.4f}", f"{row['top1']:.1%}")
         bits = (f"{row['stored_bits']:.3f}", f"{row['read_bits']:.3f}", f"{row['ratio']:.2f}", f"{row['refined_share']:.1%}")
-        table.add_row(row["text"], row["codec"], *quality, *bits)
+        kept = f"{row.get('kept_share', 1.0):.0%}"
+        table.add_row(row["text"], row["codec"], *quality, *bits, kept)
     show(table, window_policy(window, first), *notes)
 
 

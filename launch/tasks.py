@@ -93,6 +93,8 @@ def check_riddles(bench: Bench) -> None:
 def drift(bench: Bench) -> None:
     """One cell, as layers follow from each other."""
     cache, path, wanted = bench.cache(), bench.text(), bench.asked.context
+    if cache.eviction != "none":
+        raise ValueError(f"cache.eviction {cache.eviction}: drift compares every token's score; set it to none")
     ids = bench.encode(path)
     tokens = wanted[0] if wanted else min(DRIFT_TOKENS, len(ids), bench.max_positions)
     most = min(len(ids), bench.max_positions)

@@ -22,7 +22,8 @@ from bitkv_dist.parallel import mesh as meshes
 DATA = Path(__file__).parent / "data"
 HANDBOOK, TALE, CODE = str(DATA / "handbook.txt"), str(DATA / "tale.txt"), argparse.__file__
 WINDOW = ("--page-tokens", "64", "--sink-tokens", "64", "--recent-tokens", "64")
-PPL_ROW = ["codec", "text", "tokens", "ppl", "ppl_ratio", "kl", "top1", "stored_bits", "read_bits", "ratio", "refined_share"]
+PPL_ROW = ["codec", "text", "tokens", "ppl", "ppl_ratio", "kl", "top1", "stored_bits", "read_bits", "ratio", "refined_share",
+           "kept_share"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ class BookCodec(DenseAttention):
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int, *fields: FieldShape) -> None:
         """fields: further ones of the record."""
         self.heads, self.tokens = heads, config.page_tokens
+        self.apart = config.eviction == "heavy" and not self.joined  # the KV heads of a slot may hold different pages
         learnt = LayerBooks(config, heads, layer)
         self.books, self.book_bytes = learnt.books, learnt.bytes
         self.rope = Rope(learnt.inv_freq, learnt.origin.rope_scaling, self.tokens, heads.device)
@@ -62,8 +63,10 @@ class BookCodec(DenseAttention):
 
     def decode(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (self.books[side].decode(self.layout.view(records, f"{side}codes")) for side in "KV")
-        pages = self.layout.view(records, "page")[..., 0, 0].long()
-        return self.rope.apply(k * self.scales(records).unsqueeze(-1), pages), v
+        k, pages = k * self.scales(records).unsqueeze(-1), self.layout.view(records, "page")[..., 0].long()
+        if self.apart:
+            return self.rope.apply(k.unsqueeze(-3), pages).squeeze(-3), v
+        return self.rope.apply(k, pages[..., 0]), v
 
     def scored(self, query: torch.Tensor, k: torch.Tensor, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The correction as one more channel: the query's share of it times the square of the token's scale."""

@@ -19,7 +19,7 @@ class DenseAttention:
     tokens: int
     record_bytes: int
     chooses_globally = False
-    fused = takes_tables = positional = False
+    fused = takes_tables = positional = joined = False
     book_bytes = 0
 
     def tuning(self) -> None:
@@ -38,12 +38,13 @@ class DenseAttention:
         page_valid: torch.Tensor,
         choice: None = None,
         granules: torch.Tensor | None = None,
+        page_mass: torch.Tensor | None = None,
     ) -> tuple[Partial, ReadCount]:
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.vectors(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
         pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]
         count = ReadCount(pages * records.shape[-1] * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
-        return Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid)), count
+        return Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid, page_mass)), count
 
     def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as attention takes them."""

@@ -53,6 +53,7 @@ class Codec(Protocol):
     takes_tables: bool  # whether a decode step finds its pages by tables.StepTables: such a codec is a TableCodec
     positional: bool  # whether keys are coded before RoPE: `encode` then also takes the pages' global indices, a list
     book_bytes: int  # codebooks that all pages share
+    joined: bool  # whether the records of a page's KV heads need each other
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]. See LoopedCodec for the one
@@ -77,10 +78,11 @@ class Codec(Protocol):
         """How a step's queries choose what they refine; exact: the partial [HK, Q, G] of the tokens that are not sealed."""
 
     def attend(self, query: Any, records: torch.Tensor, page_valid: torch.Tensor, choice: Any = None,
-               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+               granules: torch.Tensor | None = None, page_mass: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
         """records uint8 [n, pages, HK, record_bytes] of n granules, page_valid bool [n, pages] -> one partial per granule,
         m, l [n, HK, Q, G], o [n, HK, Q, G, D] in the codec's own space. choice: None = as configured. granules: their global
-        indices int64 [n], for a choice among the whole sequence."""
+        indices int64 [n], for a choice among the whole sequence. page_mass fp32 [n, HK, Q, G, pages]: to fill with what each
+        page has of l, with rule heavy of eviction."""
 
     def finish(self, partial: Partial) -> Partial:
         """A merged partial [HK, Q, G] from the codec's space to the model's."""

@@ -94,8 +94,8 @@ class LoopedCodec(DenseAttention):
         return torch.cat((*turned, self.variance * q.square().sum(-1, keepdim=True)), -1)
 
     def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, choice: None = None,
-               granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
-        found, count = super().attend(query, records, page_valid)
+               granules: torch.Tensor | None = None, page_mass: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+        found, count = super().attend(query, records, page_valid, page_mass=page_mass)
         return found._replace(o=self.turned_back(found.o, "V", (1, 1))), count
 
     def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ class PlanesCodec:
     """Bit-plane pages of one layer and rank; see interface.Codec."""
 
     unserved: str | None = None  # the setting that the kernels of the device do not know, so that plain torch attends
-    fused = takes_tables = positional = False
+    fused = takes_tables = positional = joined = False
     book_bytes = 0
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
@@ -112,9 +112,12 @@ class PlanesCodec:
         return found
 
     def attend(self, query: reference.Query, records: torch.Tensor, page_valid: torch.Tensor,
-               choice: reference.Selection | None = None, granules: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
+               choice: reference.Selection | None = None, granules: torch.Tensor | None = None,
+               page_mass: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
         keys, values, choice = self.load(records, "K"), self.load(records, "V"), choice or self.selection
         found = reference.attend(query, keys, values, page_valid, self.key_low, self.value_low, self.noise, choice, granules)
+        if page_mass is not None:
+            page_mass.copy_(found.page_mass)
         refined = None if found.refined is None else int(found.refined.any(dim=3).sum())
         return Partial(found.m, found.l, found.o), self.count_reads(int(page_valid.sum()), query.scale.shape[1], refined)
 

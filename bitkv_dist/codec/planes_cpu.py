@@ -51,10 +51,12 @@ class PlanesCodecCpu(PlanesCodec):
         page_valid: torch.Tensor,
         choice: reference.Selection | None = None,
         granules: torch.Tensor | None = None,
+        page_mass: torch.Tensor | None = None,
     ) -> tuple[Partial, ReadCount]:
         if self.unserved:
-            return super().attend(query, records, page_valid, choice, granules)
-        *part, refined = self.kernels.attend(self.native_layout, query, records, page_valid, self.refinement)
+            return super().attend(query, records, page_valid, choice, granules, page_mass)
+        more = [] if page_mass is None else [page_mass]
+        *part, refined = self.kernels.attend(self.native_layout, query, records, page_valid, self.refinement, *more)
         return Partial(*part), self.count_reads(self.valid_pages(page_valid), query.codes.shape[1], refined)
 
     def valid_pages(self, page_valid: torch.Tensor) -> int | torch.Tensor:
@@ -66,7 +68,7 @@ class PlanesCodecCpu(PlanesCodec):
 
     @property
     def fused(self) -> bool:
-        return not self.unserved
+        return not self.unserved and self.config.eviction != "heavy"  # whose masses `see` does not tell
 
     def see(
         self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]

@@ -29,6 +29,8 @@ class PlanesCodecTriton(PlanesCodecCpu):
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         super().__init__(config, heads, layer)
         self.unserved = unserved_rule(config) or unserved_shape(config, heads)
+        if config.eviction == "heavy":
+            self.unserved = "eviction: heavy"
         self.takes_tables = self.unserved is None
         if self.takes_tables:
             self.native_layout = triton.Layout(**plain(self.native_layout))

@@ -19,6 +19,8 @@ from bitkv_dist.kernels.reference import divide, to_half, tree_sum
 class TailoredCodec(BookCodec):
     """The scales of a page are dealt out to the records of its KV heads, the first ones to the first: each is stored once."""
 
+    joined = True
+
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.share = -(-config.page_tokens // heads.kv_heads)  # scales in the record of one head
         super().__init__(config, heads, layer, ("Kscale", torch.float16, (self.share,)))

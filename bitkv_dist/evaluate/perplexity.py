@@ -32,6 +32,7 @@ class Score:
     stored_bits: float = 0.0  # per key or value element of a sealed page
     read_bits: float = 0.0  # the same, of what attention read
     refined_share: float = 0.0  # of the sealed tokens
+    kept_share: float = 1.0  # of the tokens that were sealed, at the end
 
     @property
     def perplexity(self) -> float:
@@ -60,6 +61,7 @@ class Score:
             "read_bits": self.read_bits,
             "ratio": 16 / self.stored_bits,
             "refined_share": self.refined_share,
+            "kept_share": self.kept_share,
         }
 
 
@@ -67,6 +69,11 @@ def exact_like(config: CacheConfig) -> CacheConfig:
     """The exact cache with the same pages, sink and window."""
     window = {name: getattr(config, name) for name in ("page_tokens", "sink_tokens", "recent_tokens")}
     return CacheConfig("exact", 16, 16, **window)
+
+
+def differs(config: CacheConfig) -> bool:
+    """Whether it answers otherwise than the exact cache."""
+    return config.codec != "exact" or config.eviction != "none"
 
 
 def head_shape(model: ServedModel) -> HeadShape:
@@ -97,7 +104,7 @@ def compare(model: ServedModel, caches: dict[str, CacheConfig], ids: list[int], 
     check_positions(first, last, len(ids), model.name, model.max_positions)
     any_config = next(iter(caches.values()))
     shape = head_shape(model)
-    configs = {"": exact_like(any_config)} | {name: config for name, config in caches.items() if config.codec != "exact"}
+    configs = {"": exact_like(any_config)} | {name: config for name, config in caches.items() if differs(config)}
     held = {name: PackedCache(config, shape, 1) for name, config in configs.items()}
     page, tokens = any_config.page_tokens, ids[: last - 1]
     walks = {name: packed_chunks(model, cache, Step([0], count_reads=bool(name)), tokens, page) for name, cache in held.items()}
@@ -124,6 +131,8 @@ def account(score: Score, cache: PackedCache) -> None:
     """Fill in the bits that `cache` stores and read; one that counted no reads reads what it stores."""
     reads, score.stored_bits = cache.reads, cache.stored_bits_per_element
     score.read_bits = reads.bits / reads.elements if reads.elements else score.stored_bits
+    held = cache.sealed_tokens(0)
+    score.kept_share = held / sealed if (sealed := held + cache.evicted_tokens(0)) else 1.0
     score.refined_share = reads.refined / reads.scanned if reads.scanned else 0.0
 
 

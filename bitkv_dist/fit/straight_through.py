@@ -36,6 +36,8 @@ def straight_through(model: PreTrainedModel, config: CacheConfig) -> Iterator[No
     fingerprint = f"{fingerprint_of(model):016x}" if config.calibration else None
     heads = HeadShape(*sizes, parameter.dtype, parameter.device, fingerprint=fingerprint)
     config.check_model(shape.num_hidden_layers, dim)
+    if config.eviction != "none":
+        raise ValueError(f"cache.eviction {config.eviction}: a training forward sees all tokens; set it to none")
     codecs = [make_codec(config.for_layer(index), heads, index) for index in range(shape.num_hidden_layers)]
 
     def attention(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **_):

@@ -12,7 +12,7 @@ from bitkv_dist import placement
 from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.plan.machines import Machine
 from bitkv_dist.plan.memory import FLOAT32_BYTES, Job, sealed_shares
-from bitkv_dist.sequence import sealed_end
+from bitkv_dist.sequence import held_end
 
 WEIGHT_RATE = 0.90  # share of the memory bandwidth at which weights stream
 CACHE_RATE = 0.86  # and at which attention streams a cache
@@ -49,7 +49,7 @@ def step_ms(job: Job, machine: Machine, tp: int, sp: int) -> StepMs:
 
 def cache_reads(job: Job, tp: int, sp: int) -> float:
     """Bytes of sealed pages and exact rows that the busiest rank reads."""
-    shape, end = job.shape, sealed_end(job.config, job.context)
+    shape, end = job.shape, held_end(job.config, job.context)
     heads = len(job.split(tp, sp).kv_heads(shape.kv_heads))
     exact = job.batch * (min(job.context, job.config.sink_rounded) + max(0, job.context - end))
     row = 2 * shape.layers * heads * shape.head_dim * job.dtype.itemsize

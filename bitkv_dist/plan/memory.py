@@ -18,7 +18,7 @@ from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.layer import SCORES_AT_ONCE, partials_at_once, queries_at_once
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
-from bitkv_dist.sequence import exact_rows, sealed_end
+from bitkv_dist.sequence import exact_rows, held_end
 from bitkv_dist.split import Split
 from bitkv_dist.subtree import leaf_stride
 
@@ -166,7 +166,7 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
 def sealed_shares(job: Job, sp: int) -> list[int]:
     """Sealed tokens of each sequence rank when every sequence has all its tokens."""
     sink = shares(job, sp, job.config.sink_rounded)
-    return [end - start for end, start in zip(shares(job, sp, sealed_end(job.config, job.context)), sink, strict=True)]
+    return [end - start for end, start in zip(shares(job, sp, held_end(job.config, job.context)), sink, strict=True)]
 
 
 def shares(job: Job, sp: int, tokens: int) -> list[int]:
@@ -242,11 +242,13 @@ def packed_workspace(job: Job, tp: int, sp: int) -> int:
     holds scores, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
-    granules = -(-sealed_end(job.config, job.context) // GRANULE_TOKENS) or 1
+    granules = -(-held_end(job.config, job.context) // GRANULE_TOKENS) or 1
     queries = min(job.chunk, queries_at_once(heads * shape.head_dim))
     most, nodes = partials_at_once(queries * heads * shape.head_dim), placement.residue_count(sp)
     levels = (leaf_stride(granules, nodes, most) // nodes).bit_length()
     partials = (2 * min(-(-granules // sp), most) + levels + nodes) * queries * heads * (shape.head_dim + 2)
+    if job.config.eviction == "heavy":  # what each page, and peak each granule, has of every query, until all are known
+        partials += -(-granules // sp) * (GRANULE_TOKENS // job.config.page_tokens + 1) * job.chunk * heads
     scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows

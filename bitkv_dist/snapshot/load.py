@@ -119,7 +119,7 @@ class _Reader:
         """Put the pages of a saved sequence that this rank owns where they would have been sealed; returns their digest."""
         state, config, owns = layer.states[sequence], layer.cache.config, layer.cache.shard.owns
         per_granule = GRANULE_TOKENS // config.page_tokens
-        end = state.sealed_at(self.manifest.sequences[source].cached)
+        end = state.held_at(self.manifest.sequences[source].cached)
         pages = range(config.sink_rounded // config.page_tokens, end // config.page_tokens)
         wanted = [page for page in pages if owns(page // per_granule, sequence)]
         records = torch.zeros(len(wanted), len(self.heads), layer.codec.record_bytes, dtype=torch.uint8)

@@ -44,6 +44,9 @@ def save(
     something else.
     """
     mesh = engine.mesh
+    for layer in engine.cache.layers:
+        for sequence in range(engine.cache.sequences):
+            layer.settle_masses(sequence)
     replacement = Replacement(Path(mesh.broadcast(str(folder.expanduser().resolve()))))
     writer = _Writer(engine, replacement.writing)
     what = f"{what} {folder}: nothing was saved, what was there is unchanged"
@@ -156,7 +159,7 @@ def check_room(engine: Engine, folder: Path, lengths: list[int], what: str = "sa
     """Refuse, before a long prefill, a folder without room for the sealed pages of prompts of these lengths; collective."""
     blank = PackedCache(engine.cache_config, engine.heads, 1)
     state = blank.layers[0].states[0]
-    pages = sum(state.sealed_at(length) - state.sink for length in lengths) // engine.cache_config.page_tokens
+    pages = sum(state.held_at(length) - state.sink for length in lengths) // engine.cache_config.page_tokens
     needed = pages * engine.model.kv_heads * sum(layer.codec.record_bytes for layer in blank.layers)
     place = folder.expanduser().resolve().parent
     jointly(engine.mesh, f"{what} {folder}", lambda: require_space(place, copies * needed), leader_only=True)

@@ -21,12 +21,13 @@ def key(layer: int, sequence: int, name: str) -> str:
 
 
 def index_key(sequence: int) -> str:
-    """int64 [n]: which global pages the rows of this sequence's `pages` are, the same in all layers."""
+    """int64 [n]: which page slots the rows of this sequence's `pages` are, the same in all layers; without eviction a slot is a
+    global page."""
     return f"sequence.{sequence}.page_index"
 
 
 def owned_pages(state: SequenceState) -> tuple[list[int], torch.Tensor]:
-    """The sealed pages that this rank holds, in token order: global indices, records uint8 [n, HK, record_bytes] on the CPU."""
+    """The sealed pages that this rank holds: slots, records uint8 [n, HK, record_bytes] on the CPU."""
     found = list(state.pages())
     _, heads, record_bytes = state.sealed.granule_shape
     records = torch.stack([record for _, record in found]) if found else torch.empty(0, heads, record_bytes, dtype=torch.uint8)
@@ -36,12 +37,15 @@ def owned_pages(state: SequenceState) -> tuple[list[int], torch.Tensor]:
 def kept(state: SequenceState) -> dict[str, torch.Tensor]:
     """What every sequence rank has alike, on the CPU: exact rows [2, HK, count, D], and what the prompt has taught."""
     learnt = {} if state.tuning is None else state.tuning.state()
+    learnt |= {} if state.table is None else state.table.state()
     return {name: tensor.cpu().contiguous() for name, tensor in ({EXACT: state.rows()} | learnt).items()}
 
 
 def restore(state: SequenceState, length: int, tensors: dict[str, torch.Tensor]) -> None:
     """The inverse of `kept` for a state without tokens, whose sealed pages are in place."""
     state.restore(length, tensors[EXACT])
+    if state.table is not None:
+        state.table.restore(tensors)
     if state.tuning is not None:
         state.tuning.restore({name: tensor.to(state.exact.device) for name, tensor in tensors.items() if name != EXACT})
 

@@ -127,17 +127,20 @@ def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
 
 
 def attend(
-    layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement
+    layout: Layout, query: Query, records: torch.Tensor, page_valid: torch.Tensor, refinement: Refinement,
+    page_mass: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """records uint8 [n, pages, HK, record_bytes], page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G,
-    D] and the number of refined tokens, counted once per KV head and query."""
+    """records uint8 [n, pages, HK, record_bytes], page_valid bool [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D] and the
+    number of refined tokens, counted once per KV head and query. page_mass fp32 [n, HK, Q, G, pages], contiguous: to fill with
+    what each page has of l."""
     shape = (len(records), *query.scale.shape)
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
     records, page_valid = records.contiguous(), page_valid.contiguous()
     queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
     refined = load().bitkv_attend(
         *map(ctypes.byref, (layout, queries, refinement)), _pointer(records), *_sizes(len(records)),
-        *map(_pointer, (page_valid, m, l, o)), *_sizes(torch.get_num_threads()),
+        *map(_pointer, (page_valid, m, l, o)), None if page_mass is None else _pointer(page_mass),
+        *_sizes(torch.get_num_threads()),
     )  # fmt: skip
     return m, l, o, refined
 

@@ -122,9 +122,9 @@ void bitkv_quantize_query(int64_t kv_heads, int64_t rows, int64_t dim, const flo
 }
 
 // Granules records [n, pages, HK, record_bytes], page_valid [n, pages] -> m, l [n, HK, Q, G], o [n, HK, Q, G, D].
-// Returns the refined tokens, counted once per KV head and query.
+// page_mass [n, HK, Q, G, pages] may be null. Returns the refined tokens, counted once per KV head and query.
 int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine, const uint8_t* records, int64_t granules,
-                     const uint8_t* page_valid, float* m, float* l_out, float* o, int64_t threads) {
+                     const uint8_t* page_valid, float* m, float* l_out, float* o, float* page_mass, int64_t threads) {
     const Kernels& run = kernels();
     const int64_t page_stride = l->kv_heads * l->record_bytes, rows = q->count * q->group;
     std::vector<Granule> views(granules);
@@ -136,7 +136,8 @@ int64_t bitkv_attend(const Layout* l, const Queries* q, const Refinement* refine
     const int64_t parts = l->kv_heads / heads;
     Pool::instance().run((granules + some - 1) / some * parts, threads, [&](int64_t task) {
         const int64_t first = task / parts * some, head = task % parts, at = (first * l->kv_heads + head) * rows;
-        refined += run.attend(*l, *q, head, heads, &views[first], std::min(some, granules - first), page_stride, *refine, {m + at, l_out + at, o + at * l->dim});
+        refined += run.attend(*l, *q, head, heads, &views[first], std::min(some, granules - first), page_stride, *refine,
+                              {m + at, l_out + at, o + at * l->dim, page_mass ? page_mass + at * l->pages : nullptr});
     });
     return refined;
 }

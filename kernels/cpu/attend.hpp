@@ -72,6 +72,12 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
     combine<false>(l, u, o);
 }
 
+// What each page has of l, [rows][pages]; zero where none is sealed.
+inline void tell_pages(const Layout& l, const Unit& u, const uint8_t* page_valid, float* to) {
+    for (int64_t r = 0; r < u.rows; ++r)
+        for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[r * u.pages() + held++] : 0.0f;
+}
+
 // `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. With refinement a unit is finished after the next was
 // begun. Returns the tokens refined.
 template <int V>
@@ -97,14 +103,13 @@ inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int
         float *m = out.m + i * rows, *l_out = out.l + i * rows, *o = out.o + i * rows * l.dim;
         if (u.total == 0) {
             std::fill_n(m, rows, -INFINITY), std::fill_n(l_out, rows, 0.0f), std::fill_n(o, rows * l.dim, 0.0f);
-            return;
-        }
-        if (!refine.enabled) {
+        } else if (!refine.enabled) {
             attend_scanned<V>(l, q, refine.scan_noise, keys[size_t(once ? i % heads : 0)], u, s, ahead, m, l_out, o);
-            return;
+        } else {
+            finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
+            refined += count_refined(u);
         }
-        finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
-        refined += count_refined(u);
+        if (out.page_mass) tell_pages(l, u, granules[i / per_granule].page_valid, out.page_mass + i * rows * l.pages);
     };
     for (int64_t i = 0; i < all; ++i) {
         if (i % q.count == 0) ahead.scan(l, i + q.count < all ? records(i + q.count) : nullptr, page_stride);

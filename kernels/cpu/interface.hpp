@@ -31,9 +31,9 @@ struct Granule {
     const uint8_t *records, *page_valid;
 };
 
-// Partials m, l [..., Q, G]; o [..., Q, G, D].
+// Partials m, l [..., Q, G]; o [..., Q, G, D]; page_mass [..., Q, G, pages], unless it is null: what each page has of l.
 struct PartialOut {
-    float *m, *l, *o;
+    float *m, *l, *o, *page_mass = nullptr;
 };
 
 // A weight matrix [out, in] as torch holds it, float32 or bfloat16, contiguous; bias fp32 [out] or null.

@@ -37,13 +37,14 @@ def value_pass(weights: torch.Tensor, value_levels: torch.Tensor, unit: float) -
 class Attended(NamedTuple):
     """Partials per granule in the rotated space: m, l fp32 [n, HK, Q, G], o fp32 [n, HK, Q, G, D].
 
-    refined: bool [n, HK, Q, G, T], or None without a selection.
+    refined: bool [n, HK, Q, G, T], or None without a selection. page_mass fp32 [n, HK, Q, G, pages]: what each page has of l.
     """
 
     m: torch.Tensor
     l: torch.Tensor
     o: torch.Tensor
     refined: torch.Tensor | None
+    page_mass: torch.Tensor
 
 
 def attend(query: Query, keys: Plane, values: Plane, page_valid: torch.Tensor, key_low: int, value_low: int,
@@ -82,14 +83,15 @@ def attend(query: Query, keys: Plane, values: Plane, page_valid: torch.Tensor, k
         full_weights = (rows * values.full.float().permute(0, 2, 1, 3).unsqueeze(2)).masked_fill(~chosen, 0.0)
         out = out + value_pass(full_weights, levels(values, "V", value_low), level_unit(value_scan + value_low))
     o = tree_sum(out, 1).unflatten(2, p.shape[2:4])
-    return Attended(m, l, o, refined)
+    return Attended(m, l, o, refined, fold_sum(p.unflatten(-1, (pages, tokens))))
 
 
-def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 valid: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor | None,
+                 page_mass: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partials of q fp32 [HK, Q, G, D] (base 2) over k, v fp32 [n, HK, T, D]: m, l [n, HK, Q, G], o [n, HK, Q, G, D].
 
-    valid: bool broadcastable to [n, HK, Q, G, T], or None. T = 0 gives the empty partial. Never SDPA: with one query its last
+    valid: bool broadcastable to [n, HK, Q, G, T], or None. page_mass fp32 [n, HK, Q, G, pages]: to fill with what each
+    of so many equal pages has of l. T = 0 gives the empty partial. Never SDPA: with one query its last
     bits depend on the number of threads.
     """
     shape = (k.shape[0], *q.shape[:3])
@@ -102,5 +104,7 @@ def attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         scores = torch.where(valid, scores, -math.inf)
     m = scores.amax(-1)
     p = exp2(scores - torch.where(torch.isinf(m), 0.0, m).unsqueeze(-1))
+    if page_mass is not None:
+        page_mass.copy_(fold_sum(p.unflatten(-1, (page_mass.shape[-1], -1)))[: shape[0]])
     o = (p.flatten(2, 3) @ v).unflatten(-2, q.shape[1:3])
     return m[: shape[0]], fold_sum(p)[: shape[0]], o[: shape[0]]
