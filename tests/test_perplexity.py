@@ -102,7 +102,7 @@ def test_row(model):
     row = score["2"].row("2bit", "book.txt", score["exact"])
     assert list(row) == [
         *("codec", "text", "tokens", "ppl", "ppl_ratio", "kl", "top1"),
-        *("stored_bits", "read_bits", "ratio", "refined_share"),
+        *("stored_bits", "read_bits", "ratio", "refined_share", "kept_share"),
     ]
     assert (row["codec"], row["text"], row["tokens"]) == ("2bit", "book.txt", LAST - FIRST)
     assert row["ppl_ratio"] == row["ppl"] / score["exact"].perplexity and row["ratio"] == 16 / row["stored_bits"]
