@@ -177,7 +177,7 @@ def test_a_port_that_is_taken(folder, tmp_path):
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_runner_alone(launcher, number, folder, tmp_path):
-    argv = launched(launcher, RANKS, FAULTY, "none", "0", *flags(folder))
+    argv = launched(launcher, RANKS, FAULTY, "none", "0", *flags(folder, 2000))
     with job([(argv, {})], tmp_path / "logs") as running:
         running.wait_for("rotation digest")
         running.processes[0].send_signal(number)
