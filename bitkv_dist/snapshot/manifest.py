@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,9 @@ class Manifest:
 
     def text(self) -> str:
         """One line per field; the last is a digest of the others."""
-        content = {"format": FORMAT, "version": VERSION} | asdict(self)
+        content = {"format": FORMAT, "version": VERSION} | vars(self)
+        for name in ("sequences", "files"):
+            content[name] = list(map(vars, content[name]))  # asdict would copy a million token ids one by one
         content["digest"] = content_digest(content)
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()) + "\n}\n"
 
