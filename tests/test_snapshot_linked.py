@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from test_eviction import config
 from test_looped import contracting
-from test_snapshot import CACHES, SMALL, refusal, served
+from test_snapshot import CACHES, SMALL, served
+from test_snapshot_checks import refusal
 
 from bitkv_dist.config import CacheConfig, GenerateConfig
 from bitkv_dist.engine import Engine
