@@ -41,8 +41,9 @@ class SealedStore:
             if len(self.granules) == self.capacity:
                 self.reserve(self.capacity + GROWTH_GRANULES)
             self.granules.append(granule)
+        found = self.record(granule, page)
         self.writes[granule] += 1
-        return self.record(granule, page)
+        return found
 
     def record(self, granule: int, page: int) -> torch.Tensor:
         """The record view [HK, record_bytes] of a page of a granule that is held here, to be read."""
@@ -51,12 +52,13 @@ class SealedStore:
             if slot < len(slab):
                 return slab[slot, page]
             slot -= len(slab)
-        raise IndexError(granule)
+        raise AssertionError("a granule lies in no slab")
 
     def _slot(self, granule: int) -> int:
+        """ValueError for a granule that was never opened."""
         slot = bisect_left(self.granules, granule)
         if slot == len(self.granules) or self.granules[slot] != granule:
-            raise IndexError(granule)
+            raise ValueError(f"granule {granule} is not held here")
         return slot
 
     def within(self, granules: range) -> list[int]:
