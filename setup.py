@@ -2,13 +2,15 @@
 bitkv_dist: a top-level package named `kernels` would shadow the one of that name that transformers looks for.
 """
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import BaseError, CompileError, LinkError
 
 MAPPED = ("kernels", "launch", "configs")
 package_dir = {f"bitkv_dist.{name}": name for name in MAPPED}
@@ -44,20 +46,24 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            objects = []
-            for source, flags in CPU_SOURCES.items():
-                objects += self.compiler.compile(
-                    [f"kernels/cpu/{source}"], self.build_temp, extra_postargs=CPU_FLAGS + flags, depends=ext.depends
-                )
+            # Most of the time goes into the last two, which need not wait for each other.
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                compiling = [pool.submit(self.compile_source, source, flags, ext) for source, flags in CPU_SOURCES.items()]
             # Those without flags come first: of a function that several of them hold, the linker keeps the one that runs
             # everywhere.
+            objects = [compiled for source in compiling for compiled in source.result()]
             self.compiler.link_shared_object(
                 objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread"], target_lang="c++"
             )
-        except (BaseError, OSError) as error:
+        except (BaseError, CompileError, LinkError, OSError) as error:
             print(
                 f"bitkv_dist: the CPU kernels were not built ({error}); plain torch will do their work, slowly", file=sys.stderr
             )
+
+    def compile_source(self, source: str, flags: list[str], ext: Extension) -> list[str]:
+        """The object files of one source."""
+        arguments = {"extra_postargs": CPU_FLAGS + flags, "depends": ext.depends}
+        return self.compiler.compile([f"kernels/cpu/{source}"], self.build_temp, **arguments)
 
 
 setup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +24,7 @@ class SealedStore:
         self.device = device
         self.slabs: list[torch.Tensor] = []
         self.granules: list[int] = []  # global indices, one per slot in use
+        self.writes: Counter[int] = Counter()  # granule -> pages written so far: while it is the same, so are the bytes
         self.capacity = 0
 
     def reserve(self, granules: int) -> None:
@@ -33,18 +35,35 @@ class SealedStore:
             self.capacity = granules
 
     def page(self, granule: int, page: int) -> torch.Tensor:
-        """The record view [HK, record_bytes] of a page of global granule `granule`; opens the granule when it is the next
-        one."""
+        """The record view [HK, record_bytes] of a page of global granule `granule`, to be written; opens the granule when it
+        is the next one. Who only reads takes `record`: what was not asked for here has not changed."""
         if not self.granules or self.granules[-1] < granule:
             if len(self.granules) == self.capacity:
                 self.reserve(self.capacity + GROWTH_GRANULES)
             self.granules.append(granule)
-        slot = self.granules.index(granule) if self.granules[-1] != granule else len(self.granules) - 1
+        found = self.record(granule, page)
+        self.writes[granule] += 1
+        return found
+
+    def record(self, granule: int, page: int) -> torch.Tensor:
+        """The record view [HK, record_bytes] of a page of a granule that is held here, to be read."""
+        slot = self._slot(granule)
         for slab in self.slabs:
             if slot < len(slab):
                 return slab[slot, page]
             slot -= len(slab)
-        raise IndexError(granule)
+        raise AssertionError("a granule lies in no slab")
+
+    def _slot(self, granule: int) -> int:
+        """ValueError for a granule that was never opened."""
+        slot = bisect_left(self.granules, granule)
+        if slot == len(self.granules) or self.granules[slot] != granule:
+            raise ValueError(f"granule {granule} is not held here")
+        return slot
+
+    def within(self, granules: range) -> list[int]:
+        """The granules held here of a range."""
+        return self.granules[bisect_left(self.granules, granules.start) : bisect_left(self.granules, granules.stop)]
 
     def before(self, granule: int) -> list[int]:
         """The granules held here before this one."""

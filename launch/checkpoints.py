@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bitkv_dist.parallel.mesh import Mesh
     from bitkv_dist.snapshot.manifest import Manifest
     from bitkv_dist.snapshot.save import Progress
+    from bitkv_dist.snapshot.saved import Saved
 
 FLAG = "checkpoint"
 # What makes it the same run, besides prompts, model and cache. Drawn seeds are kept in the checkpoint.
@@ -37,7 +38,9 @@ class Checkpoints:
         self._place = Path(generate.checkpoint) if generate.checkpoint else None
         self._found: tuple[Path, Manifest] | None = None
         self._fill: Fill | None = None
+        self._saved: Saved | None = None  # what is in `place`
         self._report: dict[str, Any] = {"every": generate.checkpoint_every, "resumed_tokens": None, "saved": 0, "save_s": 0.0}
+        self._report["new_bytes"] = 0  # of files that were written; those of unchanged pages are taken over
         self.answered: list[list[int]] = []
 
     @property
@@ -93,7 +96,8 @@ class Checkpoints:
         if self._found is None:
             from bitkv_dist.snapshot.save import check_room
 
-            check_room(engine, self._place, list(map(len, prompts)), FLAG, copies=2)  # a new one beside the old
+            copies = 1 if self._config.cache.eviction == "none" else 2  # a new one beside the old, pages that stay but once
+            check_room(engine, self._place, list(map(len, prompts)), FLAG, copies)
             return
         from bitkv_dist.engine import LENGTH, REASONS
         from bitkv_dist.snapshot.load import load
@@ -106,7 +110,7 @@ class Checkpoints:
             full = begun and len(engine.histories[sequence]) >= engine.model.max_positions
             if len(answer) < most or full:  # the others went on without it
                 engine.ended.setdefault(sequence, REASONS[LENGTH])
-        self._fill = loaded.fill
+        self._fill, self._saved = loaded.fill, loaded.saved
         self._report["resumed_tokens"] = most
         self._say(f"bitkv: goes on after token {most} of the answer, from checkpoint {folder}; tokens: {loaded.promise}")
 
@@ -125,8 +129,9 @@ class Checkpoints:
 
         started = time.perf_counter()
         try:
-            save(engine, self._place, logits, run=self.settings, what=FLAG)
+            self._saved = save(engine, self._place, logits, run=self.settings, what=FLAG, before=self._saved)
             self._report["saved"] += 1
+            self._report["new_bytes"] += self._saved.new_bytes
         except (ValueError, RuntimeError) as error:  # of any rank, on all of them
             if logits is not None:
                 raise

@@ -116,10 +116,10 @@ class Snapshots:
         from bitkv_dist.snapshot.save import save
 
         started = time.perf_counter()
-        written = save(engine, self._saves_to, self._logits, self._progress)
+        saved = save(engine, self._saves_to, self._logits, self._progress, before=self._loaded and self._loaded.saved)
         seconds = time.perf_counter() - started
-        self._report |= {"saved": str(self._saves_to), "saved_bytes": written, "save_s": seconds}
-        self._say(f"bitkv: cache saved in {self._saves_to}, {written / 1e6:,.1f} MB")
+        self._report |= {"saved": str(self._saves_to), "saved_bytes": saved.bytes, "save_s": seconds}
+        self._say(f"bitkv: cache saved in {self._saves_to}, {saved.bytes / 1e6:,.1f} MB")
 
     def report(self) -> dict[str, Any]:
         """The report's `snapshot`, where there is one."""

@@ -75,6 +75,7 @@ ACTS = {
 }
 FLAGS = {
     "seed": lambda flags: [*flags, "--seed", "7"],
+    "prompt": lambda flags: [*flags, "--prompt-file", "/no/such/file.txt"],
     "config": lambda flags: [*flags, "--recent-tokens", "64"],
     "model": lambda flags: [*flags, "--model", os.environ["OTHER_MODEL"]],
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import calibrations
@@ -14,6 +15,10 @@ from safetensors.torch import load_file, save_file
 from bitkv_dist.calibrated import KEY, read_origin
 from bitkv_dist.codec import codebooks
 from bitkv_dist.codec.books import LIMIT, Books, first_largest, nearest
+from bitkv_dist.codec.interface import HeadShape, make_codec
+from bitkv_dist.config import CacheConfig
+from bitkv_dist.plan.memory import Job, rank_bytes
+from bitkv_dist.plan.models import MODELS
 
 
 def by_definition(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -106,8 +111,8 @@ def test_a_file_says_what_it_is(tmp_path):
     path = calibrations.make(tmp_path, heads=2, dim=16)
     origin = read_origin(path)
     assert (origin.codec, origin.form, origin.layers, origin.kv_heads, origin.head_dim) == ("tailored", "weighted", 1, 2, 16)
-    tensors = codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
-    assert tensors["K.words"].shape == (1, 2, 2, 1, 1024, 8) and tensors["K.weighted"].shape == (1, 2)
+    tensors = codebooks.tensors_of(path, origin.digest, torch.device("cpu"), (0, 2))
+    assert tensors["K.words"].shape == (1, 2, 2, 1, 1024, 8) and load_file(path)["K.weighted"].shape == (1, 2)
     assert tensors["K.channels"].sort(-1).values.tolist() == [[list(range(16))] * 2]
 
 
@@ -125,6 +130,27 @@ def test_a_file_is_for_whom_the_umask_says(tmp_path, mask):
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
+@pytest.mark.parametrize(("codec", "tp"), [("residual", 1), ("residual", 2), ("residual", 4), ("tailored", 1)])
+@pytest.mark.parametrize("correction", [True, False])
+def test_a_rank_holds_the_books_of_its_heads(tmp_path, codec, tp, correction):
+    """And says so, in `book_bytes` and in the plan: to the byte what is alive."""
+    path, heads, layers, dim = calibrations.make(tmp_path, codec, layers=2, heads=4, dim=32), 4 // tp, 2, 32
+    bits = {"tailored": 1, "residual": 2}[codec]
+    config = CacheConfig(codec, bits, bits, page_tokens=64, calibration=path, correction=correction)
+    plan = Job(replace(MODELS["llama-3.1-8b"], layers=layers, heads=8, kv_heads=4, head_dim=dim), config, 4096)
+    for first in range(0, 4, heads):
+        shape = HeadShape(layers, first, heads, dim, torch.float32, fingerprint="0" * 16)
+        codecs = [make_codec(config, shape, layer) for layer in range(layers)]
+        shared = codebooks.tensors_of(path, config.calibration_digest, torch.device("cpu"), (first, first + heads))
+        held = [tensor for name, tensor in shared.items() if name != "inv_freq"]
+        held += [tensor for each in codecs for books in each.books.values() for tensor in vars(books).values()]
+        held += [each.correction for each in codecs]
+        storages = (tensor.untyped_storage() for tensor in held if isinstance(tensor, torch.Tensor))
+        alive = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        assert sum(each.book_bytes for each in codecs) == alive == rank_bytes(plan, tp, 1).books
+    assert alive == rank_bytes(plan, 1, 1).books // tp
+
+
 def test_a_changed_file_is_refused(tmp_path):
     path = calibrations.make(tmp_path, heads=1, dim=16)
     tensors, origin = load_file(path), read_origin(path)
@@ -132,7 +158,7 @@ def test_a_changed_file_is_refused(tmp_path):
     for changed in (unit * 2, unit.bfloat16()):
         save_file(tensors | {"V.unit": changed}, path, {KEY: json.dumps(origin.__dict__)})
         with pytest.raises(ValueError, match=r"calibration '.*': was changed after it was written; calibrate again"):
-            codebooks.tensors_of(path, origin.digest, torch.device("cpu"))
+            codebooks.tensors_of(path, origin.digest, torch.device("cpu"), (0, 1))
 
 
 def test_what_is_no_calibration_file_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from ranks import environment, free_port, launched
 from bitkv_dist.launch import generate
 from bitkv_dist.launch.checkpoints import Checkpoints
 from bitkv_dist.parallel import mesh as meshes
+from bitkv_dist.snapshot import pieces
 from bitkv_dist.snapshot.folder import MANIFEST
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -61,7 +62,7 @@ def run(folder, tmp_path, capsys):
 def cut(run, monkeypatch):
     """A run that dies after so many tokens of its answer."""
 
-    def call(tokens: int, *argv: object) -> None:
+    def call(tokens: int, *argv: object, prompts: list[str] = PROMPTS) -> None:
         kept = Checkpoints.step
 
         def step(self, engine, done):
@@ -71,7 +72,7 @@ def cut(run, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(Died):
             patch.setattr(Checkpoints, "step", step)
-            run(*argv)
+            run(*argv, prompts=prompts)
 
     return call
 
@@ -90,6 +91,21 @@ def test_the_same_command_goes_on(run, cut, tmp_path, chosen, cut_after, resumed
     assert again["checkpoint"]["resumed_tokens"] == resumed
     assert again["checkpoint"]["saved"] == (NEW - 1) // 3 - resumed // 3
     assert list(tmp_path.glob("kept*")) == []  # the answer is complete
+
+
+def test_what_has_not_changed_is_not_written_again(run, cut, tmp_path, monkeypatch):
+    """Neither by the run that saved it, nor by the one that goes on from it."""
+    monkeypatch.setattr(pieces, "FILE_GRANULES", 1)
+    prompts, place = [PROMPTS[0] * 5], tmp_path / "kept"
+    kept = ["--ignore-eos", "--checkpoint", place, "--checkpoint-every", 4]
+    cut(5, *kept, prompts=prompts)
+    pages = [path.stat().st_size for path in place.glob("*granules*")]
+    (rest,) = (path.stat().st_size for path in place.glob("*.safetensors") if "granules" not in path.name)
+    again = run(*kept, prompts=prompts)["checkpoint"]
+    assert len(pages) == 3 and (again["resumed_tokens"], again["saved"]) == (4, 1)
+    assert 0.9 * rest < again["new_bytes"] < 1.1 * rest
+    whole = run(*kept, prompts=prompts)["checkpoint"]
+    assert whole["saved"] == 3 and sum(pages) + 2.7 * rest < whole["new_bytes"] < sum(pages) + 3.3 * rest
 
 
 def test_a_seed_that_was_drawn_is_kept(run, cut, tmp_path):

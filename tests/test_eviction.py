@@ -192,7 +192,7 @@ def test_attention_is_that_to_the_kept_tokens(depth, rule):
         keys, values = [state.rows()[side, head] for side in (0, 1)]
         for slot in range(len(state.table)):
             granule, place = divmod(slot + 1, 512 // P)
-            k, v = layer.codec.decode(state.sealed.page(granule, place)[None])
+            k, v = layer.codec.decode(state.sealed.record(granule, place)[None])
             keys, values = torch.cat((keys, k[0, head])), torch.cat((values, v[0, head]))
             if depth == "exact":
                 page = state.page_in(slot + 1, head)

@@ -1,6 +1,7 @@
 """Whatever goes wrong on one rank, the whole job ends in time, with one message that names rank, host, step and likely cause.
 
 Real ranks of the real `generate`, most without a launcher, which would help by ending them: that is a launcher's own business.
+CASES.md C32, C35.
 """
 
 from __future__ import annotations
@@ -151,6 +152,16 @@ def test_a_rank_that_is_told_something_else(fault, message, folder, tmp_path):
         assert len(running.messages()) == 1 and re.search(message, running.messages()[0]), running.said
 
 
+@pytest.mark.slow
+def test_a_prompt_that_rank_0_cannot_read(folder, tmp_path):
+    """C32: no other rank reads it, and none waits for it."""
+    with ranks_with("prompt", folder, tmp_path / "logs", rank=0) as running:
+        running.wait_for("bitkv generate: ")
+        assert set(running.ends(ENDS_WITHIN_S)) == {2}
+        (message,) = running.messages()
+        assert re.search(rf"^bitkv generate: prompt file '/no/such/file.txt'.* \[rank 0 of 3 \(host {HOST}, .*\)\]$", message)
+
+
 @pytest.mark.parametrize("receivers", ["all", pytest.param("one", marks=pytest.mark.slow)])
 def test_interrupt(receivers, folder, tmp_path):
     """A terminal sends SIGINT to all, `kill` to one."""
@@ -177,7 +188,7 @@ def test_a_port_that_is_taken(folder, tmp_path):
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_runner_alone(launcher, number, folder, tmp_path):
-    argv = launched(launcher, RANKS, FAULTY, "none", "0", *flags(folder))
+    argv = launched(launcher, RANKS, FAULTY, "none", "0", *flags(folder, 2000))
     with job([(argv, {})], tmp_path / "logs") as running:
         running.wait_for("rotation digest")
         running.processes[0].send_signal(number)

@@ -162,11 +162,23 @@ def test_a_wrong_model_name_is_refused(capsys):
     assert "smollm2-135m" in refused(capsys, "--prompt", "x", "--model", "smollm2-135")
 
 
-def test_exit_status_and_one_line(folder):
-    argv = [sys.executable, "-O", "-m", "bitkv_dist.launch.generate", "--model", folder, "--prompt", "x", "--kv-bits", "7"]
-    done = subprocess.run(argv, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--kv-bits 7", "cache.kv_bits 7: "),
+        ("--kv-bits 3.5", "argument --kv-bits: invalid int value: '3.5'"),
+        ("--sp 0", "parallel.sp 0: "),
+        ("--sp 2", "tp 1 x sp 2: "),
+        ("--tp 3", "tp 3: must divide the 2 KV heads"),
+        ("--tp 16", "tp 16: must divide the 2 KV heads"),
+    ],
+)
+def test_exit_status_and_one_line(folder, flag, said):
+    """C22: also where assertions are off."""
+    argv = [sys.executable, "-O", "-m", "bitkv_dist.launch.generate", "--model", folder, "--device", "cpu", "--prompt", "x"]
+    done = subprocess.run([*argv, *flag.split()], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("bitkv generate: cache.kv_bits 7: ")
+    assert done.stderr.startswith(f"bitkv generate: {said}")
 
 
 def test_exact_equals_generate(run, reference, tokenizer):

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from bitkv_dist.parallel import alarm as alarms
 from bitkv_dist.parallel import parents, roll
 from bitkv_dist.parallel.heartbeat import BEAT_S, Heart, Pulse
 
@@ -104,6 +105,22 @@ def test_whose_tokens_differ(odd):
     made[odd].pulse.history = 2**63 + 1
     said = made[1].who_differs(store, beating(made, store))
     assert said == f"rank {odd} (host {'aab'[odd]}, step 7)"
+
+
+def test_who_waits_for_the_report_is_not_missing(monkeypatch):
+    """All ranks of a launcher that is gone end the job at once; the first of them looks for the others before it reports."""
+    monkeypatch.setattr(alarms, "WATCH_S", 1000)  # the watching thread has better things to do: it is the one that waits
+    store = dist.HashStore()
+    made = hearts(store)
+    with ThreadPoolExecutor(2) as pool:  # not the main thread, whose signals stay as they are
+        others = list(pool.map(lambda heart: alarms.Alarm(store, store, heart, None, print), made[1:]))
+        waiting = [pool.submit(other._leave, store, 143, False) for other in others]
+        assert made[0].who_is_missing(store) is None and made[0].given_up == []
+        store.set("alarm", "143")
+        for other in waiting:
+            other.result(timeout=5)
+    for other in others:
+        other.stop()
 
 
 def test_a_launcher_that_is_gone(tmp_path):

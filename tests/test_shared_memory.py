@@ -1,4 +1,4 @@
-"""Ranks of a host share the pages of one file, whatever part of the model each has: memory at load, measured."""
+"""Ranks of a host share the pages of one file, whatever part of the model each has: memory at load, measured (C37)."""
 
 from __future__ import annotations
 

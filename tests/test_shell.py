@@ -1,4 +1,4 @@
-"""How a command ends: one line, the right status, no hang, whatever rank fails and whichever launcher started it."""
+"""How a command ends: one line, the right status, no hang, whatever rank fails and whichever launcher started it (C36)."""
 
 import os
 import re
@@ -178,7 +178,8 @@ def test_faults(script, launcher, fault, message, status):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "mpirun"])
 def test_arguments_arrive_intact(script, launcher):
-    path = 'a dir/it\'s & "x".txt'  # C36
+    """C36."""
+    path = 'a dir/it\'s & "x".txt'
     ended = run_command(launched(launcher, 2, script, "--text", path))
     assert ended.status == 0 and ended.messages() == [], ended.err
     assert ended.out.splitlines().count(f"text {path}") == 2

@@ -17,8 +17,10 @@ from safetensors import SafetensorError
 from test_snapshot import engine_of, loaded_at, saved_at
 
 from bitkv_dist.snapshot import folder as folders
+from bitkv_dist.snapshot import pieces
 from bitkv_dist.snapshot import save as saving
 from bitkv_dist.snapshot.folder import MANIFEST, Replacement, find
+from bitkv_dist.snapshot.load import load
 from bitkv_dist.snapshot.manifest import Manifest
 from bitkv_dist.snapshot.save import save
 
@@ -43,6 +45,7 @@ class Power:
             (Path, "rmdir", None),
             (Path, "chmod", None),
             (folders.os, "rename", None),
+            (folders.os, "link", None),
             (folders.os, "fsync", None),
         ):
             monkeypatch.setattr(owner, name, self.counted(getattr(owner, name), half))
@@ -68,9 +71,12 @@ def model(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16)
 
 
-@pytest.mark.parametrize("before", ["nothing", "a snapshot", "a half removed one beside it", "only the one put aside"])
+@pytest.mark.parametrize(
+    "before", ["nothing", "a snapshot", "a half removed one beside it", "only the one put aside", "one that it goes on from"]
+)
 def test_a_crash_at_every_step_leaves_the_old_or_the_new(model, tmp_path, monkeypatch, before):
     place = tmp_path / "s"
+    monkeypatch.setattr(pieces, "FILE_GRANULES", 1)  # a file with links to it
     old = saved_at(1, model, tmp_path / "old", "4bit", PROMPTS)["tokens"]
 
     def prepare() -> None:
@@ -87,10 +93,12 @@ def test_a_crash_at_every_step_leaves_the_old_or_the_new(model, tmp_path, monkey
 
     def attempt(mesh, last: int) -> int:
         engine = engine_of(mesh, model)
-        engine.generate(longer)
+        start = load(engine, place, Manifest.read(place), longer) if before == "one that it goes on from" else None
+        engine.generate(longer, fill=start and start.fill)
         with monkeypatch.context() as patch, contextlib.suppress(Crash):
             power = Power(patch, last)
-            save(engine, place)
+            new = save(engine, place, before=start and start.saved)
+            assert (new.new_bytes < new.bytes) == (start is not None)
         return power.steps
 
     longer = [PROMPTS[0] + tiny.prompt(100)]
@@ -150,7 +158,7 @@ def test_a_failure_on_any_rank_keeps_the_old_and_ends_all(model, tmp_path, monke
     place = tmp_path / "s"
     saved_at(2, model, place, "4bit", PROMPTS)
     old = contents(place)
-    monkeypatch.setattr(saving, "FILE_BYTES", 1)
+    monkeypatch.setattr(pieces, "FILE_BYTES", 1)
     real = saving.save_file
 
     def full(tensors, path, metadata):

@@ -78,7 +78,8 @@ def test_bytes_of_a_record(files):
     assert codec.record_bytes == 16 + 2 * DIM // 8 * 10 * 64 // 8 + 64 * 2 // HEADS
     assert named(files, "threshold").record_bytes == 16 + 2 * DIM * 64 // 8 + 64 * 2 // HEADS
     assert named(files, "residual").record_bytes == 16 + 2 * DIM * 2 * 64 // 8
-    assert codec.book_bytes == 2 * HEADS * DIM // 8 * (1024 * 8 * 2 + 4) + 2 * HEADS * DIM * (2 + 3 * 4)
+    words, channels = 2 * HEADS * DIM // 8 * (1024 * 8 * 2 + 4 + 8), 2 * HEADS * DIM * (2 + 2 * 4)
+    assert codec.book_bytes == words + channels + HEADS * DIM * (2 * 8 + 2 * 4)  # keys: both ways, what is lost, correction
 
 
 def test_the_scale_is_that_of_all_heads(files):

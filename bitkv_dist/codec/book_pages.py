@@ -40,8 +40,11 @@ class BookCodec(DenseAttention):
         learnt = LayerBooks(config, heads, layer)
         self.books, self.book_bytes = learnt.books, learnt.bytes
         self.rope = Rope(learnt.inv_freq, learnt.origin.rope_scaling, self.tokens, heads.device)
-        lost = learnt.lost["K"] * self.rope.scaling**2  # [HK, D]
-        self.correction = (0.5 * math.log(2) * lost)[:, None, None] if config.correction else None
+        self.correction = None
+        if config.correction:
+            lost = learnt.lost * self.rope.scaling**2  # [HK, D]
+            self.correction = (0.5 * math.log(2) * lost)[:, None, None]
+            self.book_bytes += self.correction.nbytes
         codes = ((f"{side}codes", torch.uint8, (*self.books[side].code_shape, self.tokens // 8)) for side in "KV")
         self.layout = RecordLayout(("page", torch.int32, (1,)), *codes, *fields)
         self.record_bytes = self.layout.bytes

@@ -18,20 +18,27 @@ ROWS_AT_ONCE = 1024  # vectors whose distances to all words are held at a time: 
 class Books:
     """One side (keys or values) of a layer. Words int16 [HK, groups, stages, words, n] in units fp32 [HK, groups].
 
-    channels int64 [HK, groups * n]: which channel stands where in the groups, a permutation of the head's D channels. A vector
-    x is coded as (x - center) * weight, center and weight fp32 [HK, D]. Later stages code what the earlier ones left over.
+    channels int [HK, groups * n]: which channel stands where in the groups, a permutation of the head's D channels, kept as
+    `channels` and its inverse `places`, int64, unless it is the identity in all heads. A vector x is coded as
+    (x - center) * weight, center and weight fp32 [HK, D]. Later stages code what the earlier ones left over.
     """
 
     def __init__(self, words: torch.Tensor, unit: torch.Tensor, channels: torch.Tensor, center: torch.Tensor,
                  weight: torch.Tensor) -> None:
         heads, self.groups, self.stages, count, self.width = words.shape
         self.bits = (count - 1).bit_length()
-        self.words, self.unit, self.channels = words, unit, channels
+        self.words, self.unit = words, unit
         self.center, self.weight = center.unsqueeze(-2), weight.unsqueeze(-2)
-        places = channels.argsort(-1)
-        self.places = None if (places == torch.arange(places.shape[-1], device=places.device)).all() else places
+        moved = (channels != torch.arange(channels.shape[-1], device=channels.device)).any()
+        self.channels, self.places = (channels.long(), channels.argsort(-1)) if moved else (None, None)
         first = torch.arange(heads * self.groups * self.stages, device=words.device) * count
         self.first = first.view(heads, self.groups, self.stages, 1)  # of a book's words among all
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        held = (self.words, self.unit, self.channels, self.center, self.weight, self.first, self.places)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def code_shape(self) -> tuple[int, int, int]:

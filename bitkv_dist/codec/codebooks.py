@@ -49,20 +49,24 @@ def content_digest(origin: Origin, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def tensors_of(path: str, digest: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of the file with that digest, shared by all layers and caches. ValueError where its content is another."""
+def tensors_of(path: str, digest: str, device: torch.device, heads: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """What is used of the file with that digest, shared by all layers and caches: inv_freq, and of the KV heads in this
+    half-open range BOOK_FIELDS of both sides and K.lost. No other head's stays in memory. ValueError where the
+    file's content is another."""
     try:
-        tensors = load_file(path)
+        whole = load_file(path)
     except (OSError, SafetensorError):
         raise ValueError(f"cache.calibration {path!r}: is truncated or cannot be read; calibrate again") from None
-    if content_digest(read_origin(path), tensors) != digest:
+    if content_digest(read_origin(path), whole) != digest:
         raise ValueError(f"cache.calibration {path!r}: was changed after it was written; calibrate again")
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    names = ["K.lost", *(f"{side}.{name}" for side in "KV" for name in BOOK_FIELDS)]
+    own = {name: whole[name][:, slice(*heads)].clone().to(device) for name in names}
+    return own | {"inv_freq": whole["inv_freq"].clone().to(device)}
 
 
 class LayerBooks:
     """What one layer and rank needs of the file of `config`. ValueError for the file of another model; without a fingerprint
-    the heads must be all of the model's."""
+    the heads must be all of the model's. bytes: of all that is held of the rank's KV heads; lost fp32 [HK, D] of keys."""
 
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         self.origin = config.origin
@@ -74,15 +78,9 @@ class LayerBooks:
         if end > there or (heads.fingerprint is None and heads.kv_heads != there):  # a rank with a part of them knows its model
             rule = f"was made for {there} KV heads; calibrate with this model"
             raise ValueError(f"cache.calibration {config.calibration!r}: {rule}")
-        found = tensors_of(config.calibration, config.calibration_digest, heads.device)
-        own = slice(heads.first_kv_head, heads.first_kv_head + heads.kv_heads)
+        found = tensors_of(config.calibration, config.calibration_digest, heads.device, (heads.first_kv_head, end))
         self.inv_freq = found["inv_freq"]
-        self.books = {side: Books(*book_of(found, side, layer, own)) for side in "KV"}
-        self.lost = {side: found[f"{side}.lost"][layer, own] for side in "KV"}
-        held = [found[f"{side}.{name}"][layer, own] for side in "KV" for name in (*BOOK_FIELDS, "lost")]
-        self.bytes = sum(tensor.nbytes for tensor in held)
-
-
-def book_of(tensors: Mapping[str, torch.Tensor], side: str, layer: int, heads: slice) -> list[torch.Tensor]:
-    found = {name: tensors[f"{side}.{name}"][layer, heads] for name in BOOK_FIELDS}
-    return list((found | {"channels": found["channels"].long()}).values())
+        self.books = {side: Books(*(found[f"{side}.{name}"][layer] for name in BOOK_FIELDS)) for side in "KV"}
+        self.lost = found["K.lost"][layer]
+        permutations = sum(found[f"{side}.channels"][layer].nbytes for side in "KV")
+        self.bytes = self.lost.nbytes + permutations + sum(books.bytes for books in self.books.values())

@@ -174,8 +174,13 @@ class Alarm:
                 self._acknowledged = True  # the others are counted
                 self._end_stopped(self.heart.given_up)
                 store.set(_ALARM, " ".join(map(str, (code, *self.heart.given_up))))
-            _until(lambda: store.check([_ALARM]), LAST_S)
+            _until(lambda: self._is_over(store), LAST_S)
             self._await_all(store, mine)
+
+    def _is_over(self, store: dist.Store) -> bool:
+        """Whether the rank that reports has found out who is missing; this one, which waits for it, is not."""
+        self.heart.beat(store)
+        return store.check([_ALARM])
 
     def _end_stopped(self, given_up: list[int]) -> None:
         """A rank of this host that does not even beat would not see the alarm either."""

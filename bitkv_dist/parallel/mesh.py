@@ -273,10 +273,11 @@ class Mesh:
     def close(self) -> None:
         """All ranks together, after a run that went well."""
         global _current
-        _current = None
         if self._alarm is not None:
             self.gather_objects(None)  # nobody may still need the others, or the store that rank 0 serves
             self._alarm.stop()
+        _current = None  # not before: what fails, or a signal that comes, until then is reported once for all ranks
+        if self._alarm is not None:
             self._alarm = self._sp_group = self._tp_group = None
             self._groups.clear()  # gloo's threads end with their group, which must be before the interpreter does
             dist.destroy_process_group()

@@ -97,17 +97,17 @@ def packed_page(
     if config.codec == "looped":
         return looped_page(config, HeadShape(layers, 0, 1, head_dim, dtype, loops=loops))
     stored, read, books = 0, 0.0, 0
-    found: dict[CacheConfig, PageBytes] = {}
+    found: dict[tuple[CacheConfig, int], PageBytes] = {}
     for index in range(layers):
-        own = config.for_layer(index)
-        if own not in found:
-            found[own] = layer_page(own, head_dim, dtype, kv_heads)
-        stored, read, books = stored + found[own].stored, read + found[own].read, books + found[own].books
+        own, books_of = config.for_layer(index), index if config.calibration else 0
+        page = found.get((own, books_of)) or layer_page(own, head_dim, dtype, kv_heads, books_of)
+        found[own, books_of] = page
+        stored, read, books = stored + page.stored, read + page.read, books + page.books
     return PageBytes(stored, read, books)
 
 
-def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int) -> PageBytes:
-    codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), 0)
+def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int, layer: int = 0) -> PageBytes:
+    codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), layer)
     if config.codec != "planes":
         return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
     bits = codec.count_reads(1, 1, 0).bits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from bitkv_dist.config import CacheConfig
 from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, TURNED, free_of_sp
 from bitkv_dist.snapshot.folder import MANIFEST
 
-FORMAT, VERSION = "bitkv snapshot", 1
-DEFAULTS = {"layout": "replicated", "exchange": "allgather"}  # of snapshots that do not say
+FORMAT, VERSION = "bitkv snapshot", 2
 PREFILL, END = "prefill", "end"
 
 
@@ -46,12 +45,20 @@ class SavedSequence:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file: what one rank held of the layers and global KV heads in these half-open ranges."""
+    """A safetensors file: what one rank held of the layers and global KV heads in these half-open ranges.
+
+    snapshot: id of the one that it was written for. sequence, granules: of a file that holds nothing but sealed pages of one
+    sequence, those in this half-open range, with digests as in Manifest, one per layer.
+    """
 
     name: str
     bytes: int
     layers: tuple[int, int]
     kv_heads: tuple[int, int]
+    snapshot: str
+    sequence: int | None = None
+    granules: tuple[int, int] | None = None
+    digests: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,9 @@ class Manifest:
 
     def text(self) -> str:
         """One line per field; the last is a digest of the others."""
-        content = {"format": FORMAT, "version": VERSION} | asdict(self)
+        content = {"format": FORMAT, "version": VERSION} | vars(self)
+        for name in ("sequences", "files"):
+            content[name] = list(map(vars, content[name]))  # asdict would copy a million token ids one by one
         content["digest"] = content_digest(content)
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()) + "\n}\n"
 
@@ -101,7 +110,8 @@ class Manifest:
         if content.pop("digest", None) != content_digest(content):
             raise ValueError(f"{MANIFEST} was changed after it was written; save the snapshot again")
         content["sequences"] = [SavedSequence(**each) for each in content["sequences"]]
-        files = [each | {name: tuple(each[name]) for name in ("layers", "kv_heads")} for each in content["files"]]
+        ranges = ("layers", "kv_heads", "granules")
+        files = [each | {name: tuple(each[name]) for name in ranges if each[name]} for each in content["files"]]
         content["files"] = [TensorFile(**each) for each in files]
         del content["format"], content["version"]
         return cls(**content)
@@ -189,7 +199,7 @@ class Manifest:
 
     def promise(self, here: dict[str, Any]) -> str:
         """What holds for the tokens of a run computed `here` against those of the run that saved."""
-        there = DEFAULTS | self.computed
+        there = self.computed
         free = free_of_sp(here["layout"], here["exchange"])
         same = all(there[name] == value for name, value in here.items() if name != "sp" or not free)
         if same and (free or here["exchange"] != "allreduce"):

@@ -1,10 +1,12 @@
-"""Writing a snapshot: every rank its part, layer range by layer range; rank 0 makes it visible when all parts are there."""
+"""Writing a snapshot: every rank its part, file by file; rank 0 makes it visible when all parts are there."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +20,16 @@ from bitkv_dist.snapshot import tensors as parts
 from bitkv_dist.snapshot.folder import MANIFEST, Replacement, flush
 from bitkv_dist.snapshot.joint import jointly
 from bitkv_dist.snapshot.manifest import END, PREFILL, Manifest, SavedSequence, TensorFile, plain
+from bitkv_dist.snapshot.pieces import Piece, bounded, layer_bytes, pieces
+from bitkv_dist.snapshot.saved import Saved
 
 if TYPE_CHECKING:
     from bitkv_dist.engine import Engine
 
-FILE_BYTES = 256 << 20  # of a rank's file, if more than one layer is in it; as much is copied at a time
 LOGITS_FILE = "logits.safetensors"
 
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
+Written = tuple[TensorFile, np.ndarray]  # a file, and the digests uint64 [layers, sequences] of what is in it
 
 
 def save(
@@ -35,90 +39,132 @@ def save(
     progress: Progress = lambda *_: None,
     run: dict[str, Any] | None = None,
     what: str = "save-cache",
-) -> int:
-    """Put the engine's cache, and all that a run needs to go on from it, into `folder`; collective. Returns the bytes written.
+    before: Saved | None = None,
+) -> Saved:
+    """Put the engine's cache, and all that a run needs to go on from it, into `folder`; collective.
 
     logits: fp32 [sequences, vocabulary] of the last prompt positions, right after a prefill. run: see Manifest; what: the flag
-    that asked for it. A failure on any rank raises on
-    all of them and leaves the snapshot that was there (see folder.py). ValueError where the disk has no room or the folder is
-    something else.
+    that asked for it. before: the snapshot in `folder`, if it is one of this cache: what has not changed since is not written
+    again. A failure on any rank raises on all of them and leaves the snapshot that was there (see folder.py). ValueError where
+    the disk has no room or the folder is something else.
     """
     mesh = engine.mesh
     for layer in engine.cache.layers:
         for sequence in range(engine.cache.sequences):
             layer.settle_masses(sequence)
     replacement = Replacement(Path(mesh.broadcast(str(folder.expanduser().resolve()))))
-    writer = _Writer(engine, replacement.writing)
+    writer = _Writer(engine, replacement, before)
     what = f"{what} {folder}: nothing was saved, what was there is unchanged"
     try:
         jointly(mesh, what, replacement.begin, leader_only=True)
         ident = mesh.broadcast(secrets.token_hex(16))
-        sizes = jointly(mesh, what, writer.layer_bytes)
+        found = pieces(engine.cache, bounded(jointly(mesh, what, lambda: layer_bytes(engine.cache))))
+        sizes = jointly(mesh, what, lambda: [writer.new_bytes(piece) for piece in found])
         jointly(mesh, what, lambda: writer.check_space(sizes, logits), leader_only=True)
-        ranges, written = layer_ranges(sizes), []
-        for done, layers in enumerate(ranges, start=1):
-            written.append(jointly(mesh, what, lambda layers=layers: writer.write(layers, ident)))
-            progress("saving the cache", done, len(ranges))
-        return jointly(mesh, what, lambda: writer.finish(replacement, ident, written, logits, run), leader_only=True)[0]
+        written, steps = [], bounded(sizes)
+        for done, step in enumerate(steps, start=1):
+            some = found[step.start : step.stop]
+            written += jointly(mesh, what, lambda some=some: [writer.write(piece, ident) for piece in some])
+            progress("saving the cache", done, len(steps))
+        files = [file for everyone in written for file in everyone if file is not None]
+        size = jointly(mesh, what, lambda: writer.finish(replacement, ident, files, logits, run), leader_only=True)[0]
+        writer.saved.bytes, writer.saved.new_bytes = size
+        return writer.saved
     finally:
         replacement.abandon()
 
 
 class _Writer:
-    """This rank's part of a snapshot."""
+    """This rank's part of a snapshot. saved: what it has written, or taken over, of it."""
 
-    def __init__(self, engine: Engine, place: Path) -> None:
-        self.engine, self.place = engine, place
+    def __init__(self, engine: Engine, replacement: Replacement, before: Saved | None) -> None:
+        self.engine, self.place, self.old_place = engine, replacement.writing, replacement.target
+        self.before, self.saved = before or Saved(engine.cache), Saved(engine.cache)
         self.is_copy = engine.mesh.split.replica(engine.model.kv_heads) > 0  # another TP rank writes the same heads
         self.leads_heads = engine.mesh.sp_rank == 0  # writes what all sequence ranks have alike
 
-    def layer_bytes(self) -> list[int]:
-        """Bytes that this rank writes of each layer."""
-        if self.is_copy:
-            return [0] * self.engine.model.layers
-        found = []
-        for layer in self.engine.cache.layers:
-            total = 0
-            for state in layer.states:
-                pages = sum(1 for _ in state.pages())
-                total += pages * layer.cache.heads.kv_heads * layer.codec.record_bytes
-                total += sum(tensor.nbytes for tensor in parts.kept(state).values()) if self.leads_heads else 0
-            found.append(total)
-        return found
+    def old_file(self, piece: Piece) -> TensorFile | None:
+        """The file with this piece in the folder that is replaced, if it has one."""
+        if piece.sequence is None:
+            return None
+        return self.before.held(self.engine.cache, piece, piece.name(self.engine.mesh.world.rank), self.old_place)
+
+    def new_bytes(self, piece: Piece) -> int:
+        """Bytes that this rank has to write of a piece."""
+        if self.is_copy or self.old_file(piece) is not None:
+            return 0
+        total = 0
+        for index, sequence, slots in piece.slots(self.engine.cache):
+            layer = self.engine.cache.layers[index]
+            total += len(slots) * layer.cache.heads.kv_heads * layer.codec.record_bytes
+            if piece.sequence is None and self.leads_heads:
+                total += sum(tensor.nbytes for tensor in parts.kept(layer.states[sequence]).values())
+        return total
 
     def check_space(self, sizes: list[list[int]], logits: torch.Tensor | None) -> None:
         ids = 8 * sum(map(len, self.engine.histories))  # as text in the manifest
         require_space(self.place, sum(map(sum, sizes)) + ids + (0 if logits is None else logits.nbytes))
 
-    def write(self, layers: range, ident: str) -> tuple[TensorFile, np.ndarray] | None:
-        """The file of a range of layers, and the digests uint64 [layers, sequences] of what is in it; None: this rank has
-        none."""
+    def write(self, piece: Piece, ident: str) -> Written | None:
+        """The file of a piece; None: this rank has nothing of it."""
         if self.is_copy:
             return None
-        cache = self.engine.cache
-        first = cache.heads.first_kv_head
+        return self.take_over(piece) or self.write_new(piece, ident)
+
+    def take_over(self, piece: Piece) -> Written | None:
+        """The file that holds the piece already, where the file system gives it another name."""
+        old = self.old_file(piece)
+        if old is None:
+            return None
+        try:
+            os.link(self.old_place / old.name, self.place / old.name)
+        except OSError:  # refused there, or too many: it is written anew
+            return None
+        digests = np.zeros((len(piece.layers), self.engine.cache.sequences), dtype=np.uint64)
+        digests[:, piece.sequence] = [int(digest, 16) for digest in old.digests]
+        self.saved.add(piece, old, self.place / old.name)
+        return old, digests
+
+    def write_new(self, piece: Piece, ident: str) -> Written | None:
+        cache, rank = self.engine.cache, self.engine.mesh.world.rank
+        first, rest = cache.heads.first_kv_head, piece.sequence is None
         held: dict[str, torch.Tensor] = {}
-        digests = np.zeros((len(layers), cache.sequences), dtype=np.uint64)
-        for row, index in enumerate(layers):
-            for sequence, state in enumerate(cache.layers[index].states):
-                pages, records = parts.owned_pages(state)
-                kept = parts.kept(state) if self.leads_heads else {}
-                held[parts.index_key(sequence)] = torch.tensor(pages, dtype=torch.int64)
-                held |= {parts.key(index, sequence, name): tensor for name, tensor in ({parts.PAGES: records} | kept).items()}
-                total = parts.digest_pages(records, pages, first) + parts.digest_kept(kept, first)
-                digests[row, sequence] = total % parts.MODULUS
-        name = f"rank{self.engine.mesh.world.rank:04d}-layers{layers[0]:04d}-{layers[-1]:04d}.safetensors"
+        digests, pages = np.zeros((len(piece.layers), cache.sequences), dtype=np.uint64), 0
+        for layer, sequence, slots in piece.slots(cache):
+            state = cache.layers[layer].states[sequence]
+            records = parts.records(state, slots)
+            kept = parts.kept(state) if rest and self.leads_heads else {}
+            held[parts.index_key(sequence)] = torch.tensor(slots, dtype=torch.int64)
+            held |= {parts.key(layer, sequence, name): tensor for name, tensor in ({parts.PAGES: records} | kept).items()}
+            total = parts.digest_pages(records, slots, first) + parts.digest_kept(kept, first)
+            digests[layer - piece.layers[0], sequence] = total % parts.MODULUS
+            pages += len(slots)
+        if not (rest or pages):
+            return None
+        name = piece.name(rank)
         size = write_tensors(self.place / name, held, ident)
-        return TensorFile(name, size, (layers[0], layers[-1] + 1), (first, first + cache.heads.kv_heads)), digests
+        heads = (first, first + cache.heads.kv_heads)
+        file = TensorFile(name, size, (piece.layers.start, piece.layers.stop), heads, ident)
+        if not rest:
+            own = [f"{digest:016x}" for digest in digests[:, piece.sequence].tolist()]
+            file = replace(file, sequence=piece.sequence, granules=(piece.granules.start, piece.granules.stop), digests=own)
+            self.saved.add(piece, file, self.place / name)
+        return file, digests
 
     def finish(
-        self, replacement: Replacement, ident: str, written: list, logits: torch.Tensor | None, run: dict[str, Any] | None
-    ) -> int:
-        """On rank 0: look whether all parts have arrived, write logits and manifest, and make the snapshot visible."""
-        engine = self.engine
-        written = [list(filter(None, everyone)) for everyone in written]
-        files = [file for everyone in written for file, _ in everyone]
-        digests = [row for everyone in written for row in sum(digests for _, digests in everyone).tolist()]
+        self,
+        replacement: Replacement,
+        ident: str,
+        written: list[Written],
+        logits: torch.Tensor | None,
+        run: dict[str, Any] | None,
+    ) -> tuple[int, int]:
+        """On rank 0: look whether all parts have arrived, write logits and manifest, and make the snapshot visible. Returns the
+        bytes of its files and those of the new ones."""
+        engine, files = self.engine, [file for file, _ in written]
+        digests = np.zeros((engine.model.layers, engine.cache.sequences), dtype=np.uint64)
+        for file, own in written:
+            digests[slice(*file.layers)] += own
         for file in files:
             path = self.place / file.name
             if not path.is_file() or path.stat().st_size != file.bytes:
@@ -127,7 +173,8 @@ class _Writer:
         if logits is not None:
             content = {parts.LOGITS: logits.cpu().unsqueeze(1)}
             logits_digest = f"{parts.digest_kept(content, 0):016x}"
-            files.append(TensorFile(LOGITS_FILE, write_tensors(self.place / LOGITS_FILE, content, ident), (0, 0), (0, 1)))
+            size = write_tensors(self.place / LOGITS_FILE, content, ident)
+            files.append(TensorFile(LOGITS_FILE, size, (0, 0), (0, 1), ident))
         model = engine.model
         manifest = Manifest(
             id=ident,
@@ -144,7 +191,7 @@ class _Writer:
             computed=circumstances(engine),
             sampling_seed=engine.sampler.seed,
             sequences=saved_sequences(engine),
-            digests=[[f"{digest:016x}" for digest in layer] for layer in digests],
+            digests=[[f"{digest:016x}" for digest in layer] for layer in digests.tolist()],
             logits=logits_digest,
             files=files,
             run=run,
@@ -152,7 +199,7 @@ class _Writer:
         (self.place / MANIFEST).write_text(manifest.text(), encoding="utf-8")
         flush(self.place / MANIFEST)
         replacement.commit()
-        return sum(file.bytes for file in files)
+        return sum(file.bytes for file in files), sum(file.bytes for file in files if file.snapshot == ident)
 
 
 def check_room(engine: Engine, folder: Path, lengths: list[int], what: str = "save-cache", copies: int = 1) -> None:
@@ -194,18 +241,6 @@ def circumstances(engine: Engine) -> dict[str, str | int]:
         "kernel": dispatch.backend(device)[0],
         "torch": str(torch.__version__),
     }
-
-
-def layer_ranges(sizes: list[list[int]]) -> list[range]:
-    """Consecutive layers whose bytes on every rank (sizes[rank][layer]) stay below FILE_BYTES, or single layers."""
-    found, first, total = [], 0, 0
-    largest = [max(layer) for layer in zip(*sizes, strict=True)]
-    for layer, size in enumerate(largest):
-        if layer > first and total + size > FILE_BYTES:
-            found.append(range(first, layer))
-            first, total = layer, 0
-        total += size
-    return [*found, range(first, len(largest))]
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], ident: str) -> int:

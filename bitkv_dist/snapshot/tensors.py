@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bitkv_dist.config import GRANULE_TOKENS
+
 if TYPE_CHECKING:
     from bitkv_dist.sequence import SequenceState
 
@@ -26,12 +28,22 @@ def index_key(sequence: int) -> str:
     return f"sequence.{sequence}.page_index"
 
 
-def owned_pages(state: SequenceState) -> tuple[list[int], torch.Tensor]:
-    """The sealed pages that this rank holds: slots, records uint8 [n, HK, record_bytes] on the CPU."""
-    found = list(state.pages())
-    _, heads, record_bytes = state.sealed.granule_shape
-    records = torch.stack([record for _, record in found]) if found else torch.empty(0, heads, record_bytes, dtype=torch.uint8)
-    return [page for page, _ in found], records.cpu()
+def slots(state: SequenceState, granules: range) -> list[int]:
+    """The page slots in use that this rank holds in some granules."""
+    per_granule = GRANULE_TOKENS // state.page_tokens
+    first, stop = state.sink // state.page_tokens, state.held_end // state.page_tokens
+    found = []
+    for granule in state.sealed.within(granules):
+        found += range(max(first, granule * per_granule), min(stop, (granule + 1) * per_granule))
+    return found
+
+
+def records(state: SequenceState, slots: list[int]) -> torch.Tensor:
+    """What is in these slots: uint8 [n, HK, record_bytes] on the CPU."""
+    per_granule, heads, record_bytes = state.sealed.granule_shape
+    if not slots:
+        return torch.empty(0, heads, record_bytes, dtype=torch.uint8)
+    return torch.stack([state.sealed.record(*divmod(slot, per_granule)) for slot in slots]).cpu()
 
 
 def kept(state: SequenceState) -> dict[str, torch.Tensor]:

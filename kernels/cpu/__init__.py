@@ -2,7 +2,7 @@
 
 The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 with VNNI and
 VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, where there is no
-library.
+library, or one that was built from other sources.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import torch
 
 HUGE_BYTES = 4 << 20  # smaller tensors gain nothing from huge pages and would round up to one
 
+INTERFACE = 1  # of the functions and structs that cross; see interface.hpp
+NOT_BUILT = "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
+REBUILD = "rebuild: pip install -e . --no-deps --no-build-isolation"
 ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3}
 
 
@@ -53,24 +56,38 @@ class Query(NamedTuple):
     rotated: torch.Tensor
 
 
-@functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None when it was not built. BITKV_CPU_LIBRARY names another build of it (`make sanitize`)."""
-    files = sorted(Path(__file__).parent.glob("_bitkv_cpu*.so"))
-    file = os.environ.get("BITKV_CPU_LIBRARY") or (str(files[0]) if files else None)
-    if file is None:
-        return None
-    library = ctypes.CDLL(file)
-    library.bitkv_choose.restype = ctypes.c_char_p
-    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = (
-        library.bitkv_attend_prompt.restype
-    ) = ctypes.c_int64
-    return library
+    """The library, or None when it was not built, or not from these sources. BITKV_CPU_LIBRARY names another build of it (`make
+    sanitize`)."""
+    return _found()[0]
 
 
 def reason() -> str:
     """Why `load` found nothing."""
-    return "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[ctypes.CDLL | None, str]:
+    """What `load` and `reason` return."""
+    files = sorted(Path(__file__).parent.glob("_bitkv_cpu*.so"))
+    file = os.environ.get("BITKV_CPU_LIBRARY") or (str(files[0]) if files else None)
+    if file is None:
+        return None, NOT_BUILT
+    try:
+        library = ctypes.CDLL(file)
+    except OSError as error:
+        return None, f"the C++ extension cannot be loaded ({error}); {REBUILD}"
+    if not hasattr(library, "bitkv_interface"):
+        return None, f"{file} is older than this program (it does not name its interface); {REBUILD}"
+    library.bitkv_interface.restype = ctypes.c_int64
+    if (there := library.bitkv_interface()) != INTERFACE:
+        return None, f"{file} was built from other sources (interface {there}, this program calls {INTERFACE}); {REBUILD}"
+    library.bitkv_choose.restype = ctypes.c_char_p
+    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = (
+        library.bitkv_attend_prompt.restype
+    ) = ctypes.c_int64
+    return library, ""
 
 
 def choose(isa: str | None = None) -> str:

@@ -90,6 +90,8 @@ const Kernels& bitkv::kernels() {
 
 extern "C" {
 
+int64_t bitkv_interface() { return INTERFACE; }
+
 // Chooses an instruction set: 0 portable, 1 avx2, 2 avxvnni, 3 avx512, -1 the best. Returns its name, or null if this machine lacks it.
 const char* bitkv_choose(int64_t isa) {
     if (isa >= 0 && !supported(isa)) return nullptr;

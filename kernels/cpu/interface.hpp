@@ -4,6 +4,10 @@
 
 namespace bitkv {
 
+// Of the functions in extern "C" and the structs that they take; the same number as in __init__.py. Whoever changes one of them
+// raises it, so that a library which was built before is refused and not called with arguments that it does not know.
+constexpr int64_t INTERFACE = 1;
+
 enum Side { KEYS = 0, VALUES = 1 };
 
 // The page record of bitkv_dist/codec/planes.py: byte offsets of its fields; `full` and `low` are unused when scan == bits.
