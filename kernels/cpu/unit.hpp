@@ -10,6 +10,7 @@
 #include "level_dot.hpp"
 #include "numbers.hpp"
 #include "room.hpp"
+#include "weigh.hpp"
 
 namespace {
 
@@ -28,7 +29,8 @@ struct List {
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    Room<float> product, log_sum_exp, refined, weight, full, rows;
+    Room<float> product, log_sum_exp, refined, weight, full, rows, factor;
+    Room<Each> most;
     Room<int32_t> dots, keys, some;
     Room<int8_t> integers;
     Room<uint8_t> codes;
@@ -39,8 +41,9 @@ struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
     int page_log2;  // of the tokens of a page
     std::vector<const uint8_t*> record;  // of the valid pages
-    Room<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
-    Room<float> base, shift;  // [rows][pages]: q.c; the largest score
+    Room<float> scores, p;  // [rows][total], p = 2^(score - shift)
+    Room<float> base;  // [rows][pages]: q.c
+    Room<float> lanes, shift;  // [rows][16], [rows]: the largest score
     Room<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
     Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
@@ -55,8 +58,8 @@ struct Unit {
         for (int64_t page = 0; page < l.pages; ++page)
             if (page_valid[page]) record.push_back(records + page * page_stride);
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
-        const int64_t all = rows * pages(), whole = (all + 15) / 16 * 16;
-        room(base, all + 16), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
+        const int64_t all = rows * pages();
+        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(shift, rows + FEW), room(mass, all), room(size, all), room(sums, all * l.dim);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }

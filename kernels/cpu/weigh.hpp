@@ -31,21 +31,26 @@ inline auto with_rows(int64_t rows, const Run& run) {
     return run(std::integral_constant<int, 1>());
 }
 
-// Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored, rounded like those of the reference so that the same
-// tokens are selected; each row's largest score.
-template <int V, int ROWS>
-inline Each score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride) {
-    Sixteen most[FEW] = {};
+// Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored; with SELECT rounded like those of the reference, so
+// that the same tokens are selected. `most` [ROWS][16] has the largest score of each lane, over all pages from the first on.
+template <int V, int ROWS, bool SELECT>
+inline void score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride, bool first, float* __restrict lanes) {
+    Sixteen most[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = load16(lanes + 16 * r);
     for (int i = 0; i < V; ++i) {
         const Sixteen size = load_halves(a + 32 * i), square = size * size;
         Sixteen score[ROWS];
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = __builtin_convertvector(load16(level + r * level_stride + 16 * i), Sixteen) * scale.row[r];
-        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
-        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
+        if (SELECT) {
+            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
+            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
+        } else {
+            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = fused(score[r], size, fused(square, Sixteen{} + noise.row[r], Sixteen{} + base.row[r]));
+        }
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, score[r]);
-        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i ? larger(score[r], most[r]) : score[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i || !first ? larger(score[r], most[r]) : score[r];
     }
-    return Each::of(most16(most));
+    UNROLLED for (int r = 0; r < ROWS; ++r) store16(lanes + 16 * r, most[r]);
 }
 
 struct Weighed {
@@ -54,7 +59,7 @@ struct Weighed {
 
 // p = 2^(x - shift); the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
 template <int V, int ROWS, bool WEIGH>
-inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, const uint8_t* b, float* to, int64_t to_stride) {
+inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, const uint8_t* b, float* to) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
         Sixteen p[ROWS];
@@ -66,7 +71,7 @@ inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, co
             UNROLLED for (int r = 0; r < ROWS; ++r) p[r] *= size;
             UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(p[r], most[r]);
         }
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, p[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, p[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
