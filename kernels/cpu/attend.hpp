@@ -37,22 +37,24 @@ template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
     const int64_t P = l.tokens, D = l.dim, pages = u.pages();
     score_pages<V, false>(l, q, noise_factor, keys, u, s, ahead);
-    std::copy_n(u.shift.data(), u.rows, m);
+    std::copy_n(u.peak.data(), u.rows, m);
     int8_t* integers = room(s.integers, pages * u.rows * P);
     const float unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        const Each shift = shifts(u, first);
+        const Each rounder = rounders(u, first);
+        Each factor;
+        for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift(first + r) - u.peak[first + r]);
         with_rows(u.rows - first, [&](auto count) {
             Each* most = room(s.most, pages);
             for (int64_t page = 0; page < pages; ++page) {
                 float* rows = &u.scores[first * u.total + page * P];
-                const Weighed found = soften_rows<V, count, true>(rows, u.total, shift, u.scales(l, VALUES, page), rows);
+                const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows);
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r];
+                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
             }
             for (int64_t page = 0; page < pages; ++page) {
                 const Each size = quantize_rows<V>(count, &u.scores[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * unit;
+                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
             }
         });
     }

@@ -80,14 +80,14 @@ inline void score_pages(const Layout& l, const Queries& q, float noise_factor, c
         Sixteen lanes[FEW];
         UNROLLED for (int r = 0; r < FEW; ++r) lanes[r] = load16(&u.lanes[16 * (first + r)]);
         const Four most = most16(lanes);
-        std::memcpy(&u.shift[first], &most, sizeof most);
+        std::memcpy(&u.peak[first], &most, sizeof most);
     }
 }
 
-// The shifts of some rows.
-inline Each shifts(const Unit& u, int64_t first) {
+// As exp2_beside takes them.
+inline Each rounders(const Unit& u, int64_t first) {
     Each found;
-    std::memcpy(found.row, &u.shift[first], sizeof found.row);
+    for (int64_t r = 0; r < FEW; ++r) found.row[r] = ROUNDER - u.shift(first + r);
     return found;
 }
 
@@ -96,15 +96,15 @@ template <int V>
 inline void soften(const Layout& l, Unit& u, float* log_sums) {
     room(u.p, u.rows * u.total);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        const Each shift = shifts(u, first);
+        const Each rounder = rounders(u, first);
         with_rows(u.rows - first, [&](auto count) {
             float total[FEW] = {};
             for (int64_t page = 0; page < u.pages(); ++page) {
                 const int64_t at = first * u.total + page * l.tokens;
-                const Each sum = soften_rows<V, count, false>(&u.scores[at], u.total, shift, nullptr, &u.p[at]).sum;
+                const Each sum = soften_rows<V, count, false>(&u.scores[at], u.total, rounder, nullptr, &u.p[at]).sum;
                 for (int r = 0; r < count; ++r) total[r] += sum.row[r];
             }
-            for (int r = 0; r < count; ++r) log_sums[first + r] = shift.row[r] + std::log2(total[r]);
+            for (int r = 0; r < count; ++r) log_sums[first + r] = u.shift(first + r) + std::log2(total[r]);
         });
     }
 }

@@ -96,7 +96,7 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
 
 // What p of a row is multiplied by to count from `peak`.
 inline float to_peak(Unit& u, int64_t row, float peak) {
-    const float shift = u.shift[row];
+    const float shift = u.shift(row);
     if (std::fabs(shift - peak) < 32.0f) return exp2_fast(shift - peak);
     const float* scores = &u.scores[row * u.total];  // p may have lost what now counts
     for (int64_t t = 0; t < u.total; t += 16) store16(&u.p[row * u.total + t], exp2_fast(load16(scores + t) - peak));
@@ -205,7 +205,7 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
             float* to = refined + row * whole;
             float peak = max16(to, whole);
             // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
-            if (!(u.shift[row] <= peak)) {
+            if (!(u.peak[row] <= peak)) {
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
                 peak = peak > left ? peak : left;
             }

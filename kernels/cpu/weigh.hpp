@@ -57,19 +57,19 @@ struct Weighed {
     Each sum, most;
 };
 
-// p = 2^(x - shift); the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
+// p = 2^(x - shift), whole shifts as exp2_beside takes them; the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
 template <int V, int ROWS, bool WEIGH>
-inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, const uint8_t* b, float* to) {
+inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
         Sixteen p[ROWS];
-        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i) - shift.row[r];
-        exp2_beside(p);
+        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i);
+        exp2_beside(p, rounder.row);
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += p[r];
         if (WEIGH) {
             const Sixteen size = load_halves(b + 32 * i);
             UNROLLED for (int r = 0; r < ROWS; ++r) p[r] *= size;
-            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(p[r], most[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(p[r], most[r]);
         }
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, p[r]);
     }
@@ -86,7 +86,7 @@ inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const 
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] = without(load16(p + r * stride + 16 * i), taken[r][i]);
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += weight[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] *= size;
-        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(weight[r], most[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(weight[r], most[r]);
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, weight[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
