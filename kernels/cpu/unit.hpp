@@ -35,6 +35,7 @@ struct Workspace {
     Room<int32_t> dots, keys, some;
     Room<int8_t> integers;
     Room<uint8_t> codes;
+    Room<uint16_t> halves;
 };
 
 // Tokens count from the first valid page.

@@ -53,13 +53,12 @@ inline void combine(const Layout& l, const Unit& u, float* o) {
 
 // The full scales of a list's tokens, zeros up to whole registers.
 inline const float* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
-    float* scale = room(s.full, list.whole() + 16);
-    std::fill(scale + list.count, scale + list.whole() + 16, 0.0f);
-    for (int64_t i = 0; i < list.count; ++i) {
-        uint16_t half;
-        std::memcpy(&half, u.full_scale(l, side, list.tokens[i]), 2);
-        scale[i] = half_to_float(half);
-    }
+    const int64_t whole = list.whole() + 16;
+    float* scale = room(s.full, whole);
+    uint16_t* half = room(s.halves, whole);
+    for (int64_t i = 0; i < list.count; ++i) std::memcpy(half + i, u.full_scale(l, side, list.tokens[i]), 2);
+    std::fill(half + list.count, half + whole, uint16_t(0));
+    for (int64_t i = 0; i < whole; i += 16) store16(scale + i, load_halves(reinterpret_cast<const uint8_t*>(half + i)));
     return scale;
 }
 
