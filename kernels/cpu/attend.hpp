@@ -36,7 +36,7 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
 template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
     const int64_t P = l.tokens, D = l.dim, pages = u.pages();
-    score_pages<V, false>(l, q, noise_factor, keys, u, s, ahead);
+    score_pages<V>(l, q, noise_factor, keys, u, s, ahead);
     std::copy_n(u.peak.data(), u.rows, m);
     int8_t* integers = room(s.integers, pages * u.rows * P);
     const float unit = level_unit(l.scan_bits[VALUES]);

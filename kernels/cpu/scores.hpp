@@ -61,7 +61,7 @@ inline Factors factors(const Layout& l, const Queries& q, float noise_factor, co
 }
 
 // Scores of all tokens, and the largest of each row. What a row's reductions wait for is long done when all pages are through.
-template <int V, bool SELECT>
+template <int V>
 inline void score_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     room(u.levels, u.rows * u.total), room(u.scores, u.rows * u.total);
     base_scores(l, q, u, s);
@@ -72,7 +72,7 @@ inline void score_pages(const Layout& l, const Queries& q, float noise_factor, c
             ahead.step(size_t(12 * rows));
             const Factors f = factors(l, q, noise_factor, u, page, first, rows);
             with_rows(rows, [&](auto count) {
-                score_rows<V, count, SELECT>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first]);
+                score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first]);
             });
         }
     }
@@ -133,7 +133,7 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, const flo
 template <int V>
 inline void begin(const Layout& l, const Queries& q, const Refinement& refine, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     if (u.total == 0) return;
-    score_pages<V, true>(l, q, refine.scan_noise, keys, u, s, ahead);
+    score_pages<V>(l, q, refine.scan_noise, keys, u, s, ahead);
     float* log_sums = room(s.log_sum_exp, u.rows);
     soften<V>(l, u, log_sums);
     choose(l, refine, u, log_sums, s, ahead);

@@ -31,9 +31,9 @@ inline auto with_rows(int64_t rows, const Run& run) {
     return run(std::integral_constant<int, 1>());
 }
 
-// Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored; with SELECT rounded like those of the reference, so
-// that the same tokens are selected. `most` [ROWS][16] has the largest score of each lane, over all pages from the first on.
-template <int V, int ROWS, bool SELECT>
+// Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored, rounded like those of the reference so that the same
+// tokens are selected. `lanes` [ROWS][16] has the largest score of each lane, over all pages from the `first` on.
+template <int V, int ROWS>
 inline void score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride, bool first, float* __restrict lanes) {
     Sixteen most[ROWS];
     UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = load16(lanes + 16 * r);
@@ -41,12 +41,8 @@ inline void score_rows(const int32_t* level, int64_t level_stride, const Each& s
         const Sixteen size = load_halves(a + 32 * i), square = size * size;
         Sixteen score[ROWS];
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = __builtin_convertvector(load16(level + r * level_stride + 16 * i), Sixteen) * scale.row[r];
-        if (SELECT) {
-            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
-            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
-        } else {
-            UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = fused(score[r], size, fused(square, Sixteen{} + noise.row[r], Sixteen{} + base.row[r]));
-        }
+        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, score[r]);
         UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i || !first ? larger(score[r], most[r]) : score[r];
     }
