@@ -17,8 +17,17 @@ public:
     // The scanned fields of the pages of one granule and head; `record` is that of the first page, or null.
     void scan(const Layout& layout, const uint8_t* record, int64_t page_stride) {
         finish();
-        layout_ = &layout, page_stride_ = page_stride, record_ = record, page_ = 0, part_ = 0;
-        if (record_) enter();
+        page_stride_ = page_stride, at_ = record_ = record, pages_ = record ? layout.pages : 0;
+        // A record begins with planes and all scales and ends with the centroids; what lies between, if anything, are the low bits. Of the
+        // full scales of a page refinement reads a few, which touch nearly all of their lines.
+        field_bytes_ = layout.record_bytes;
+        for (Side side : {VALUES, KEYS}) {
+            if (layout.bits[side] == layout.scan_bits[side] || field_bytes_ < layout.record_bytes) continue;
+            field_bytes_ = layout.full[side] + 2 * layout.tokens;
+            const int64_t first = layout.centroid[KEYS], bytes = layout.record_bytes - first;
+            expect(pages_, bytes);
+            for (int64_t page = 0; page < pages_; ++page) add(record + page * page_stride + first, bytes);
+        }
     }
 
     // Makes room for `parts` more of what is added, of up to `bytes` bytes each.
@@ -38,16 +47,16 @@ public:
     // Where the next `lines` lines of the scan lie, for a loop that has no room for a call to ask for them itself. They may reach beyond a
     // field, which does no harm; null if there is nothing left.
     const uint8_t* take(int64_t lines) {
-        if (!record_) return nullptr;
+        if (!pages_) return nullptr;
         const uint8_t* from = at_;
         at_ += lines * LINE_BYTES;
-        if (at_ >= end_) advance();
+        if (at_ >= record_ + field_bytes_ && --pages_) at_ = record_ += page_stride_;
         return from;
     }
 
     // Asks for the next `lines` lines of the scan.
     void walk(int64_t lines) {
-        for (; lines && record_; --lines) __builtin_prefetch(take(1), 0, 2);
+        for (; lines && pages_; --lines) __builtin_prefetch(take(1), 0, 2);
     }
 
     // Asks for some of the lines that were added.
@@ -57,41 +66,14 @@ public:
 
     // Asks for what is left of both.
     void finish() {
-        while (record_) __builtin_prefetch(take(1), 0, 2);
+        while (pages_) __builtin_prefetch(take(1), 0, 2);
         step(count_);
         count_ = next_ = 0;
     }
 
 private:
-    // A record begins with planes and all scales and ends with the centroids; what lies between are the low bits. Of the full scales of a
-    // page refinement reads a few, which touch nearly all of their lines.
-    void enter() {
-        at_ = record_ + (part_ ? layout_->centroid[KEYS] : 0);
-        end_ = record_ + (part_ ? layout_->record_bytes : scales_end());
-    }
-
-    int64_t scales_end() const {
-        for (Side side : {VALUES, KEYS})
-            if (layout_->bits[side] > layout_->scan_bits[side]) return layout_->full[side] + 2 * layout_->tokens;
-        return layout_->scan[VALUES] + 2 * layout_->tokens;
-    }
-
-    void advance() {
-        if (!record_) return;
-        if (++part_ == 2) {
-            part_ = 0, record_ += page_stride_;
-            if (++page_ == layout_->pages) {
-                record_ = at_ = end_ = nullptr;
-                return;
-            }
-        }
-        enter();
-    }
-
-    const Layout* layout_ = nullptr;
-    int64_t page_stride_ = 0, page_ = 0;
-    int part_ = 0;
-    const uint8_t *record_ = nullptr, *at_ = nullptr, *end_ = nullptr;
+    int64_t page_stride_ = 0, field_bytes_ = 0, pages_ = 0;
+    const uint8_t *record_ = nullptr, *at_ = nullptr;
     std::vector<const uint8_t*> lines_;
     size_t next_ = 0, count_ = 0;
 };

@@ -32,38 +32,35 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
-// All pages of a unit in one pass each: scores, softmax, values. Partials m, l [rows], o [rows][D].
+// Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D].
 template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
     const int64_t P = l.tokens, D = l.dim, pages = u.pages();
-    int32_t* levels = room(u.levels, u.rows * P);
-    int8_t* integers = room(s.integers, u.rows * P);
-    float *rows = room(s.rows, FEW * P), unit = level_unit(l.scan_bits[VALUES]);
+    score_pages<V>(l, q, noise_factor, keys, u, s, ahead);
+    std::copy_n(u.peak.data(), u.rows, m);
+    int8_t* integers = room(s.integers, pages * u.rows * P);
+    const float unit = level_unit(l.scan_bits[VALUES]);
+    for (int64_t first = 0; first < u.rows; first += FEW) {
+        const Each rounder = rounders(u, first);
+        Each factor;
+        for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift(first + r) - u.peak[first + r]);
+        with_rows(u.rows - first, [&](auto count) {
+            Each* most = room(s.most, pages);
+            for (int64_t page = 0; page < pages; ++page) {
+                float* rows = &u.scores[first * u.total + page * P];
+                const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows);
+                most[page] = found.most;
+                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
+            }
+            for (int64_t page = 0; page < pages; ++page) {
+                const Each size = quantize_rows<V>(count, &u.scores[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
+                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
+            }
+        });
+    }
     for (int64_t page = 0; page < pages; ++page) {
-        keys.dot(u.record[page] + l.planes[KEYS], P / 8, levels, P, ahead);
-        for (int64_t first = 0; first < u.rows; first += FEW) {
-            const int64_t some = std::min(FEW, u.rows - first);
-            const Factors f = factors(l, q, noise_factor, u, page, first, some, s);
-            with_rows(some, [&](auto count) {
-                const Each most = score_rows<V, count>(levels + first * P, P, f.scale, u.scales(l, KEYS, page), f.noise, f.base, rows, P);
-                const Weighed found = soften_rows<V, count, true>(rows, P, most, u.scales(l, VALUES, page), rows, P);
-                const Each size = quantize_rows<V>(count, rows, P, found.most, integers + first * P);
-                for (int r = 0; r < count; ++r) {
-                    const int64_t at = (first + r) * pages + page;
-                    u.shift[at] = most.row[r], u.mass[at] = found.sum.row[r], u.size[at] = size.row[r] * unit;
-                }
-            });
-        }
-        s.weights.set(l.scan_bits[VALUES], P / 4, integers, P, u.rows);
+        s.weights.set(l.scan_bits[VALUES], P / 4, integers + page * u.rows * P, P, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], D / 8, &u.sums[page * u.rows * D], D, ahead);
-    }
-    for (int64_t r = 0; r < u.rows; ++r) {
-        m[r] = largest_of(&u.shift[r * pages], pages);
-        for (int64_t page = 0; page < pages; ++page) u.shift[r * pages + page] -= m[r];
-    }
-    for (int64_t i = 0; i < u.rows * pages; i += 16) {
-        const Sixteen factor = exp2_fast(load16(&u.shift[i]));
-        store16(&u.mass[i], load16(&u.mass[i]) * factor), store16(&u.size[i], load16(&u.size[i]) * factor);
     }
     for (int64_t r = 0; r < u.rows; ++r) {
         l_out[r] = 0.0f;

@@ -119,23 +119,25 @@ inline Sixteen fused(Sixteen a, Sixteen b, Sixteen c) {
 #endif
 }
 
-// 2^x of N registers side by side: step by step for all of them, since a register alone would wait for each of its own steps. Like
-// exp2_fast, but 2^-99 is the least.
+// Of numbers that are not negative, whose bits are in their order: integers are compared by any of the core's pipes.
+inline Sixteen larger_size(Sixteen a, Sixteen b) { return (Sixteen)((SixteenInts)a > (SixteenInts)b ? (SixteenInts)a : (SixteenInts)b); }
+
+// 2^(x - shift) of N registers side by side, `rounder` = ROUNDER - shift of each for whole shifts that are no less than x - 1: step by step for
+// all of them, since a register alone would wait for each of its own steps. Like exp2_fast, but 2^-99 is the least. The sum with its rounder
+// has the exponent in its lowest bits, and less the rounder it is x rounded, so that the shift takes no step of its own.
 template <int N>
-inline __attribute__((always_inline)) void exp2_beside(Sixteen (&x)[N]) {
+inline __attribute__((always_inline)) void exp2_beside(Sixteen (&x)[N], const float* rounder) {
     const Sixteen zero = {};
     constexpr float factor[4] = {9.6715130e-3f, 5.5507336e-2f, 2.4022242e-1f, 6.9314700e-1f};
     Sixteen shifted[N], p[N];
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) x[i] = larger(zero - 99.0f, x[i]);
+    for (int i = 0; i < N; ++i) shifted[i] = x[i] + rounder[i];
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) shifted[i] = x[i] + ROUNDER;
-#pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) p[i] = shifted[i] - ROUNDER;
+    for (int i = 0; i < N; ++i) p[i] = shifted[i] - rounder[i];
 #pragma GCC unroll 8
     for (int i = 0; i < N; ++i) x[i] = x[i] - p[i];
 #pragma GCC unroll 8
-    for (int i = 0; i < N; ++i) p[i] = zero + 1.3264727e-3f;
+    for (int i = 0; i < N; ++i) p[i] = zero + 1.3264727e-3f, shifted[i] = larger_size(shifted[i], zero + (ROUNDER - 99.0f));
 #pragma GCC unroll 4
     for (float next : factor)
 #pragma GCC unroll 8

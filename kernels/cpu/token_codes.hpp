@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#include "ahead.hpp"
 #include "interface.hpp"
 #include "level_dot.hpp"
 
@@ -46,18 +47,22 @@ inline void read_row(const uint8_t* bits, int64_t planes, int64_t dim, uint8_t* 
 }
 
 // Planes of up to 64 bytes in all, for a dim of 64 or 128: eight bits of each plane are rows of a matrix of 8 x 8 bits, and the codes of
-// eight dims its columns. A product with single bits picks them.
+// eight dims its columns. A product with single bits picks them. Up to 64 bytes around a token's are read: a record has centroids behind
+// its low bits, and planes before them.
 template <int DIM, class At>
 inline void read_columns(int64_t count, const At& at, int64_t planes, uint8_t* codes) {
     const __m512i row = _mm512_set1_epi64(0x0706050403020100), octet = _mm512_set_epi64(7 * ONES, 6 * ONES, 5 * ONES, 4 * ONES, 3 * ONES, 2 * ONES, ONES, 0);
     const __mmask64 used = 0x0101010101010101u * uint8_t(0xff00 >> planes);  // the last row is the lowest bit
     const __m512i plane = _mm512_maskz_sub_epi8(used, row, _mm512_set1_epi8(char(8 - planes)));
     const __m512i from = _mm512_add_epi8(octet, _mm512_slli_epi16(plane, DIM == 128 ? 4 : 3)), column = _mm512_set1_epi64(int64_t(0x8040201008040201));
-    const __mmask64 bytes = ~0ull >> (64 - planes * DIM / 8);
+    const int64_t bytes = planes * DIM / 8;
     for (int64_t i = 0; i < count; ++i) {
-        const __m512i bits = _mm512_maskz_loadu_epi8(bytes, at(i));
+        // A register from the token's first byte on would often touch a line more, which nobody has asked for, masked or not.
+        const uint8_t* first = at(i);
+        const int64_t into = int64_t(uintptr_t(first) % LINE_BYTES), back = into + bytes <= LINE_BYTES ? into : 0;
+        const __m512i bits = _mm512_loadu_si512(first - back), place = _mm512_add_epi8(from, _mm512_set1_epi8(char(back)));
         UNROLL for (int d = 0; d < DIM; d += 64)
-            _mm512_storeu_si512(codes + i * DIM + d, _mm512_gf2p8affine_epi64_epi8(column, _mm512_maskz_permutexvar_epi8(used, _mm512_add_epi8(from, _mm512_set1_epi8(char(d / 8))), bits), 0));
+            _mm512_storeu_si512(codes + i * DIM + d, _mm512_gf2p8affine_epi64_epi8(column, _mm512_maskz_permutexvar_epi8(used, _mm512_add_epi8(place, _mm512_set1_epi8(char(d / 8))), bits), 0));
     }
 }
 

@@ -3,6 +3,7 @@
 // `begin` (scores.hpp) scans and selects, `finish` (values.hpp) refines and sums values.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "level_dot.hpp"
 #include "numbers.hpp"
 #include "room.hpp"
+#include "weigh.hpp"
 
 namespace {
 
@@ -28,10 +30,12 @@ struct List {
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    Room<float> product, log_sum_exp, refined, weight, full, rows;
+    Room<float> product, log_sum_exp, refined, weight, full, rows, factor;
+    Room<Each> most;
     Room<int32_t> dots, keys, some;
     Room<int8_t> integers;
     Room<uint8_t> codes;
+    Room<uint16_t> halves;
 };
 
 // Tokens count from the first valid page.
@@ -39,13 +43,17 @@ struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
     int page_log2;  // of the tokens of a page
     std::vector<const uint8_t*> record;  // of the valid pages
-    Room<float> scores, p;  // [rows][total], p = 2^(score - shift of its page)
-    Room<float> base, shift;  // [rows][pages]: q.c; the largest score
+    Room<float> scores, p;  // [rows][total], p = 2^(score - shift)
+    Room<float> base;  // [rows][pages]: q.c
+    Room<float> lanes, peak;  // [rows][16], [rows]: the largest score
     Room<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
     Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
     Room<uint16_t> taken;  // [lists][total / 16]: a bit for each token of a list
     std::vector<List> lists;
+
+    // From where p of a row counts: the whole number next to its largest score.
+    float shift(int64_t row) const { return std::rint(peak[size_t(row)]); }
 
     int64_t pages() const { return int64_t(record.size()); }
 
@@ -55,8 +63,8 @@ struct Unit {
         for (int64_t page = 0; page < l.pages; ++page)
             if (page_valid[page]) record.push_back(records + page * page_stride);
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
-        const int64_t all = rows * pages(), whole = (all + 15) / 16 * 16;
-        room(base, all + 16), room(shift, whole), room(mass, whole), room(size, whole), room(sums, all * l.dim);
+        const int64_t all = rows * pages();
+        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(mass, all), room(size, all), room(sums, all * l.dim);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }

@@ -53,13 +53,12 @@ inline void combine(const Layout& l, const Unit& u, float* o) {
 
 // The full scales of a list's tokens, zeros up to whole registers.
 inline const float* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
-    float* scale = room(s.full, list.whole() + 16);
-    std::fill(scale + list.count, scale + list.whole() + 16, 0.0f);
-    for (int64_t i = 0; i < list.count; ++i) {
-        uint16_t half;
-        std::memcpy(&half, u.full_scale(l, side, list.tokens[i]), 2);
-        scale[i] = half_to_float(half);
-    }
+    const int64_t whole = list.whole() + 16;
+    float* scale = room(s.full, whole);
+    uint16_t* half = room(s.halves, whole);
+    for (int64_t i = 0; i < list.count; ++i) std::memcpy(half + i, u.full_scale(l, side, list.tokens[i]), 2);
+    std::fill(half + list.count, half + whole, uint16_t(0));
+    for (int64_t i = 0; i < whole; i += 16) store16(scale + i, load_halves(reinterpret_cast<const uint8_t*>(half + i)));
     return scale;
 }
 
@@ -94,32 +93,38 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
     }
 }
 
-// Integer weights of a page: the tokens that are in no list count by their scanned values.
+// What p of a row is multiplied by to count from `peak`.
+inline float to_peak(Unit& u, int64_t row, float peak) {
+    const float shift = u.shift(row);
+    if (std::fabs(shift - peak) < 32.0f) return exp2_fast(shift - peak);
+    const float* scores = &u.scores[row * u.total];  // p may have lost what now counts
+    for (int64_t t = 0; t < u.total; t += 16) store16(&u.p[row * u.total + t], exp2_fast(load16(scores + t) - peak));
+    return 1.0f;
+}
+
+// Integer weights of all pages [pages][rows][P]: the tokens that are in no list count by their scanned values. What p count by: factor [rows].
 template <int V>
-inline void weigh_page(const Layout& l, Unit& u, int64_t page, const float* peak, bool apart, Workspace& s, Ahead& ahead) {
+inline void weigh_pages(const Layout& l, Unit& u, const float* factor, bool apart, Workspace& s, Ahead& ahead) {
     static constexpr uint16_t NONE[32] = {};  // of a granule
     const int64_t P = l.tokens, pages = u.pages(), masks = u.total / 16;
-    float *weights = room(s.rows, FEW * P), unit = level_unit(l.scan_bits[VALUES]);
+    int8_t* integers = room(s.integers, pages * u.rows * P);
+    float *weights = room(s.rows, FEW * u.total), unit = level_unit(l.scan_bits[VALUES]);
+    Each* most = room(s.most, pages);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * P;
-        ahead.step(size_t(12 * rows));
-        Each factor;
-        const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
-        for (int64_t r = 0; r < rows; ++r) {
-            float &shift = u.shift[(first + r) * pages + page], most = peak[first + r], *p = &u.p[at + r * u.total];
-            if (!(std::fabs(shift - most) < 32.0f)) {  // p may have lost what now counts
-                for (int64_t t = 0; t < P; t += 16) store16(p + t, exp2_fast(load16(&u.scores[at + r * u.total + t]) - most));
-                shift = most;
+        const int64_t some = std::min(FEW, u.rows - first);
+        with_rows(some, [&](auto count) {
+            for (int64_t page = 0; page < pages; ++page) {
+                ahead.step(size_t(12 * some));
+                const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
+                if (apart)
+                    for (int r = 0; r < count; ++r) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
+                const Weighed found = weigh_rows<V, count>(&u.p[first * u.total + page * P], u.total, taken, u.scales(l, VALUES, page), weights + page * P, u.total);
+                most[page] = found.most;
+                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor[first + r];
             }
-            factor.row[r] = exp2_fast(shift - most);
-            if (apart) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
-        }
-        with_rows(rows, [&](auto count) {
-            const Weighed found = weigh_rows<V, count>(&u.p[at], u.total, taken, u.scales(l, VALUES, page), weights, P);
-            const Each size = quantize_rows<V>(count, weights, P, found.most, s.integers.data() + first * P);
-            for (int r = 0; r < count; ++r) {
-                u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
-                u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
+            for (int64_t page = 0; page < pages; ++page) {
+                const Each size = quantize_rows<V>(count, weights + page * P, u.total, most[page], integers + (page * u.rows + first) * P);
+                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor[first + r] * unit;
             }
         });
     }
@@ -172,15 +177,9 @@ inline void add_lists(const Layout& l, Unit& u, const float* p, Workspace& s, fl
     }
 }
 
-// Moves p to the shift `peak` and gives the refined tokens theirs: their scanned values count.
-inline void replace(Unit& u, int64_t page_tokens, float peak, int64_t row, const List& list, const float* p) {
-    for (int64_t page = 0; page < u.pages(); ++page) {
-        float &shift = u.shift[row * u.pages() + page], *of_page = &u.p[row * u.total + page * page_tokens];
-        const bool lost = !(std::fabs(shift - peak) < 32.0f);
-        const float factor = exp2_fast(shift - peak), *scores = &u.scores[row * u.total + page * page_tokens];
-        for (int64_t t = 0; t < page_tokens; t += 16) store16(of_page + t, lost ? exp2_fast(load16(scores + t) - peak) : load16(of_page + t) * factor);
-        shift = peak;
-    }
+// Moves p to the peak, by `factor`, and gives the refined tokens theirs: their scanned values count.
+inline void replace(Unit& u, float factor, int64_t row, const List& list, const float* p) {
+    for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], load16(&u.p[t]) * factor);
     for (int64_t i = 0; i < list.count; ++i) u.p[row * u.total + list.tokens[i]] = p[i];
 }
 
@@ -198,14 +197,14 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     const bool apart = l.scan_bits[VALUES] < l.bits[VALUES];  // refined tokens have values of their own
     const int64_t pages = u.pages(), P = l.tokens;
     const int64_t whole = u.lists.empty() ? 0 : u.lists[0].whole();
-    float* refined = room(s.refined, u.rows * whole + 16);
+    float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
     for (const List& list : u.lists) {
         rescore(l, q, refine.full_noise, list, u, refined + list.row * whole, s);
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
             float* to = refined + row * whole;
             float peak = max16(to, whole);
             // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
-            if (!(largest_of(&u.shift[row * pages], pages) <= peak)) {
+            if (!(u.peak[row] <= peak)) {
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
                 peak = peak > left ? peak : left;
             }
@@ -216,14 +215,14 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
                 store16(to + i, of_refined), mass += of_refined;
             }
             l_out[row] = apart ? fold16(mass) : 0.0f;
-            if (!apart) replace(u, P, peak, row, list, to);
+            factor[row] = to_peak(u, row, peak);
+            if (!apart) replace(u, factor[row], row, list, to), factor[row] = 1.0f;
         }
     }
-    room(s.integers, u.rows * P);
+    weigh_pages<V>(l, u, factor, apart, s, ahead);
     for (int64_t page = 0; page < pages; ++page) {
-        weigh_page<V>(l, u, page, m, apart, s, ahead);
         for (int64_t r = 0; r < u.rows; ++r) l_out[r] += u.mass[r * pages + page];
-        s.weights.set(l.scan_bits[VALUES], P / 4, s.integers.data(), P, u.rows);
+        s.weights.set(l.scan_bits[VALUES], P / 4, s.integers.data() + page * u.rows * P, P, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
     }
     if (!apart) return combine<false>(l, u, o);

@@ -32,10 +32,11 @@ inline auto with_rows(int64_t rows, const Run& run) {
 }
 
 // Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored, rounded like those of the reference so that the same
-// tokens are selected; each row's largest score.
+// tokens are selected. `lanes` [ROWS][16] has the largest score of each lane, over all pages from the `first` on.
 template <int V, int ROWS>
-inline Each score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride) {
-    Sixteen most[FEW] = {};
+inline void score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride, bool first, float* __restrict lanes) {
+    Sixteen most[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = load16(lanes + 16 * r);
     for (int i = 0; i < V; ++i) {
         const Sixteen size = load_halves(a + 32 * i), square = size * size;
         Sixteen score[ROWS];
@@ -43,30 +44,30 @@ inline Each score_rows(const int32_t* level, int64_t level_stride, const Each& s
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] += base.row[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, score[r]);
-        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i ? larger(score[r], most[r]) : score[r];
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = i || !first ? larger(score[r], most[r]) : score[r];
     }
-    return Each::of(most16(most));
+    UNROLLED for (int r = 0; r < ROWS; ++r) store16(lanes + 16 * r, most[r]);
 }
 
 struct Weighed {
     Each sum, most;
 };
 
-// p = 2^(x - shift); the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
+// p = 2^(x - shift), whole shifts as exp2_beside takes them; the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
 template <int V, int ROWS, bool WEIGH>
-inline Weighed soften_rows(const float* x, int64_t stride, const Each& shift, const uint8_t* b, float* to, int64_t to_stride) {
+inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
         Sixteen p[ROWS];
-        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i) - shift.row[r];
-        exp2_beside(p);
+        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i);
+        exp2_beside(p, rounder.row);
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += p[r];
         if (WEIGH) {
             const Sixteen size = load_halves(b + 32 * i);
             UNROLLED for (int r = 0; r < ROWS; ++r) p[r] *= size;
-            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(p[r], most[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(p[r], most[r]);
         }
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, p[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, p[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
@@ -81,7 +82,7 @@ inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const 
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] = without(load16(p + r * stride + 16 * i), taken[r][i]);
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += weight[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] *= size;
-        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger(weight[r], most[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(weight[r], most[r]);
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, weight[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
