@@ -1,17 +1,17 @@
 """What the grids of one machine take for a real prompt: prefill, decode, peak memory, and what of the time is exchange.
 
     python benchmarks/layouts.py                                                   # 1 rank and 2 sequence ranks, in turns
-    python benchmarks/layouts.py --grids sp2,sp2-memory,tp3,helix2 --rounds 1 --json -
+    python benchmarks/layouts.py --grids sp2,sp2-gathered,helix2,tp3 --rounds 2 --json -
 
 Grids: `sp2` (2 sequence ranks, replicated weights), `tp3` (heads on 3 ranks), `helix2` (2 sequence ranks, `--layout helix`);
-`-memory` gives a rank `--prefill-memory` gigabytes for the keys and values of a layer instead of as many as they take. Real
-ranks (gloo, one thread each) read the first --tokens tokens of a text exactly, after a short warm-up, and decode; the whole is
-repeated in turns. Every rank notes when it enters and leaves each collective: as in scaling.py it *waits* until the last rank
-that it needs has arrived, *exchanges* from there on, and *computes* the rest. Memory is the resident set's peak in the prefill,
-and in brackets how far that is above what was resident before it (shared pages of weights are in the former). Token ids and
-sealed bytes must be those of the first grid for every replicated grid of its TP, and token ids the same on all grids, before a
-time is printed. Ranks beyond the machine's cores share them. `speed-up`: of the prefill over the first grid, a median of the
-rounds. The last line is one JSON object.
+`-gathered` gathers one KV head of a layer's keys and values at a time, as a small `--prefill-memory` does where they do not fit
+(see prefill_memory.py). Real ranks (gloo, one thread each) read the first --tokens tokens of a text exactly, after a short
+warm-up, and decode; the whole is repeated in turns. Every rank notes when it enters and leaves each collective: as in
+scaling.py it *waits* until the last rank that it needs has arrived, *exchanges* from there on, and *computes* the rest. Memory
+is the resident set's peak in the prefill, and in brackets how far that is above what was resident before it (the former counts
+the mapped weights, which ranks share). Token ids must be the same on all grids, and the sealed bytes those of the first one for
+every replicated grid of its TP, before a time is printed. Ranks beyond the machine's cores share them. `speed-up`: of the
+prefill over the first grid's, the median of the rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.text import read_prompt_file
 
 WARM_TOKENS = 700
-SMALL = "-memory"
+GATHERED = "-gathered"
 
 
 def main() -> None:
@@ -73,7 +73,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", default="tests/data/tale.txt")
     parser.add_argument("--tokens", type=int, default=4000, help="of the prompt")
     parser.add_argument("--steps", type=int, default=16, help="timed tokens")
-    parser.add_argument("--prefill-memory", type=float, default=0.006, help=f"gigabytes of grids with {SMALL}")
     parser.add_argument("--json", help="also write the JSON object to this file; - is the last line, which is always printed")
     parser.add_argument("--grid", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -85,10 +84,10 @@ def parse() -> argparse.Namespace:
 
 def parallel_of(grid: str) -> tuple[int, ParallelConfig]:
     """How many ranks a grid has, and what they are told."""
-    name = grid.removesuffix(SMALL)
+    name = grid.removesuffix(GATHERED)
     kind, number = name.rstrip("0123456789"), name[len(name.rstrip("0123456789")) :]
     if kind not in ("sp", "tp", "helix") or not number:
-        raise SystemExit(f"grid {grid}: must be sp, tp or helix and a number of ranks, such as sp2, and perhaps {SMALL}")
+        raise SystemExit(f"grid {grid}: must be sp, tp or helix and a number of ranks, such as sp2, and perhaps {GATHERED}")
     layout = "helix" if kind == "helix" else "replicated"
     return int(number), ParallelConfig(device="cpu", tp=int(number) if kind == "tp" else 1, layout=layout)
 
@@ -107,9 +106,9 @@ def measure(args: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     mesh = meshes.start(parallel_of(args.grid)[1])
     served = models.load(args.model, dtype=torch.float32, device=mesh.world.device, ranks=mesh)
-    memory = args.prefill_memory if args.grid.endswith(SMALL) else None
-    generate = GenerateConfig(max_new_tokens=1, ignore_eos=True, prefill_memory_gb=memory)
-    engine = Engine(served, build(args.config, {}).cache, mesh, generate)
+    engine = Engine(served, build(args.config, {}).cache, mesh, GenerateConfig(max_new_tokens=1, ignore_eos=True))
+    if args.grid.endswith(GATHERED):
+        engine.fitting_heads = lambda prompts: 1
     prompt = served.tokenizer(read_prompt_file(args.text)).input_ids[: args.tokens]
     if len(prompt) < args.tokens:
         raise SystemExit(f"tokens {args.tokens}: {args.text} has {len(prompt)}; give fewer, or another text")
