@@ -65,7 +65,6 @@ def numbers(text: str) -> list[int]:
 
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     mesh = meshes.start(ParallelConfig(device="cpu"))
     steps = WARM_STEPS + args.steps
     model = random_model(Shape(args.layers, **SMOLLM2), max(args.tokens) + steps, mesh)

@@ -105,7 +105,6 @@ def launch(grid: str, result: Path) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> None:
     """One rank's part of a grid; rank 0 writes what it took."""
-    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     mesh = meshes.start(parallel_of(args.grid)[1])
     served = models.load(args.model, dtype=torch.float32, device=mesh.world.device, ranks=mesh)

@@ -112,8 +112,8 @@ def launch(args: argparse.Namespace, ranks: int, result: Path) -> list[dict[str,
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> None:
     """One rank's part of all jobs; rank 0 writes what they took."""
-    torch.set_num_threads(1)
     mesh = meshes.start(ParallelConfig(device="cpu"))
+    torch.set_num_threads(1)  # a single rank has all cores otherwise
     model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64, mesh)
     rows = []
     for tokens, batch in jobs(args.tokens):
