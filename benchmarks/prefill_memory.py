@@ -102,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="end an exact prefill after so many layers")
     parser.add_argument("--config", default="4bit")
     parser.add_argument("--prefill", default="exact")
+    parser.add_argument("--prefill-memory", type=float, help="gigabytes for a layer's keys and values, on each rank")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -132,8 +133,7 @@ def launch(args: argparse.Namespace, model: str, sp: int, result: Path) -> dict[
     """Run this file in `sp` processes of one thread each."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sp), __file__]
     flags = {"--model": model, "--tokens": args.tokens, "--config": args.config, "--prefill": args.prefill, "--result": result}
-    if args.layers:
-        flags["--layers"] = args.layers
+    flags |= {f"--{name}": value for name, value in (("layers", args.layers), ("prefill-memory", args.prefill_memory)) if value}
     command = [*start, *(str(word) for pair in flags.items() for word in pair)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     return json.loads(result.read_text())
@@ -146,7 +146,8 @@ def measure(args: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     served = models.load(args.model, dtype=torch.float32, device=mesh.world.device)
     run = build(args.config, {})
-    generate = GenerateConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, prefill=args.prefill)
+    held = {"prefill": args.prefill, "prefill_memory_gb": args.prefill_memory}
+    generate = GenerateConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True, **held)
     engine = Engine(served, run.cache, mesh, generate)
     prompt = torch.randint(0, served.config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     classes = dict.fromkeys(CLASSES, 0)
@@ -166,7 +167,7 @@ def measure(args: argparse.Namespace) -> None:
     if mesh.world.rank == 0:
         shape = from_config("model", served.config, served.head_dim, served.max_positions)
         spare = PACKED_SPARE_BYTES if args.prefill == "packed" else SPARE_WORKSPACE_BYTES
-        job = Job(shape, run.cache, args.tokens + NEW_TOKENS, dtype=torch.float32, prefill=args.prefill)
+        job = Job(shape, run.cache, args.tokens + NEW_TOKENS, dtype=torch.float32, **held)
         ranks = [
             found | {"planned": asdict(plan) | {"total": plan.total, "spare": spare}, "error": errors(found, plan.total, spare)}
             for found, plan in zip(everyone, every_rank(job, 1, mesh.sp), strict=True)

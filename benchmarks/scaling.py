@@ -46,6 +46,7 @@ from bitkv_dist.split import tp_choices
 BATCHES = (1, 2, 4)
 WARM_STEPS = 2
 PARTS = ("compute", "exchange", "wait")
+FROM_RANK_0 = ("broadcast", "broadcast_tensor", "broadcast_checked")
 SIMULATED_GPUS = (1, 2, 4, 8, 16, 32, 64)
 SIMULATED_TOKENS = 10 << 20  # strong scaling, and weak scaling on the most GPUs
 SIMULATED_BATCHES = (1, 4, 16, 64)
@@ -111,8 +112,8 @@ def launch(args: argparse.Namespace, ranks: int, result: Path) -> list[dict[str,
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> None:
     """One rank's part of all jobs; rank 0 writes what they took."""
-    torch.set_num_threads(1)
     mesh = meshes.start(ParallelConfig(device="cpu"))
+    torch.set_num_threads(1)  # a single rank has all cores otherwise
     model = random_model(Shape(**{name: getattr(args, name) for name in vars(Shape(0))}), args.tokens + 64, mesh)
     rows = []
     for tokens, batch in jobs(args.tokens):
@@ -142,7 +143,7 @@ def decode(engine: Engine, steps: int) -> dict[str, Any]:
     """Milliseconds of a median step and of its parts, means over the ranks; and all ids."""
     mesh, live = engine.mesh, list(range(engine.cache.sequences))
     ids: list[list[int]] = []
-    marks: list[list[tuple[float, float, bool]]] = []  # of each step: arrival, departure, whether rank 0 alone is waited for
+    marks: list[list[Mark]] = []  # of each step
 
     def step() -> float:
         marks.append([])
@@ -164,38 +165,50 @@ def decode(engine: Engine, steps: int) -> dict[str, Any]:
     }
 
 
-class noted:
-    """Writes each collective of a mesh into the last list of `marks`, while it lasts."""
+Mark = tuple[float, float, list[int]]  # of a collective: arrival, departure, the ranks that must have arrived for it
 
-    def __init__(self, mesh: Mesh, marks: list) -> None:
-        self.mesh, self.marks = mesh, marks
+
+class noted:
+    """Writes each collective of a mesh with other ranks into the last list of `marks`, while it lasts."""
+
+    def __init__(self, mesh: Mesh, marks: list[list[Mark]]) -> None:
+        self.mesh, self.marks, self.inside = mesh, marks, False
+        rank, everyone = mesh.world.rank, list(range(mesh.world.size))
+        tp, sp = everyone[rank - mesh.tp_rank :][: mesh.tp], everyone[mesh.tp_rank :: mesh.tp]
+        self.among = dict.fromkeys(("gather_sp", "swap_sp", "sum_sp", "largest_sp"), sp)
+        self.among |= dict.fromkeys(("gather_objects", "all_equal", *FROM_RANK_0), everyone)
+        self.either = {name: (tp, everyone) for name in ("gather", "sum")}  # as their second argument says
 
     def __enter__(self) -> None:
-        self.mesh.gather_sp = self.timed(self.mesh.gather_sp, False)
-        self.mesh.broadcast_checked = self.timed(self.mesh.broadcast_checked, True)
+        for name in (*self.among, *self.either):
+            setattr(self.mesh, name, self.timed(name, getattr(self.mesh, name)))
 
     def __exit__(self, *_) -> None:
-        del self.mesh.gather_sp, self.mesh.broadcast_checked  # the methods of the class show again
+        for name in (*self.among, *self.either):
+            delattr(self.mesh, name)  # the methods of the class show again
 
-    def timed(self, collective: Callable, from_rank_0: bool) -> Callable:
+    def timed(self, name: str, collective: Callable) -> Callable:
         def call(*args):
-            arrived = time.monotonic()
+            ranks = self.among.get(name) or self.either[name][args[1]]
+            if self.inside or len(ranks) == 1:  # one that another is made of, or none
+                return collective(*args)
+            arrived, self.inside = time.monotonic(), True
             found = collective(*args)
-            self.marks[-1].append((arrived, time.monotonic(), from_rank_0))
+            self.inside = False
+            self.marks[-1].append((arrived, time.monotonic(), [0] if name in FROM_RANK_0 else ranks))
             return found
 
         return call
 
 
-def split(everyone: list[tuple[list[float], list]], rank: int) -> dict[str, float]:
+def split(everyone: list[tuple[list[float], list[list[Mark]]]], rank: int) -> dict[str, float]:
     """The median step of one rank in milliseconds, and its parts by their shares of all steps."""
     times, steps = everyone[rank]
     found: dict[str, list[float]] = {name: [] for name in ("total", *PARTS)}
     for index, (seconds, marks) in enumerate(zip(times, steps, strict=True)):
         waited = exchanged = 0.0
-        for call, (arrived, left, from_rank_0) in enumerate(marks):
-            arrivals = [others[index][call][0] for _, others in everyone]
-            ready = max(arrived, arrivals[0] if from_rank_0 else max(arrivals))
+        for call, (arrived, left, ranks) in enumerate(marks):
+            ready = max(arrived, *(everyone[other][1][index][call][0] for other in ranks))
             waited += ready - arrived
             exchanged += max(0.0, left - ready)
         for name, value in zip(found, (seconds, seconds - waited - exchanged, exchanged, waited), strict=True):

@@ -70,7 +70,7 @@ class Engine:
         self.eos = frozenset(eos_ids(model.generation_config, model.tokenizer))
         if generate.graph:
             self.recorder.check(model.device, mesh.world.backend, mesh.split.parts)
-        self.exchange = Exchange(mesh, model.heads_of_sequence_ranks())
+        self.exchange = Exchange(mesh, model.heads_of_sequence_ranks(), model.local_heads)
         self.exchanged_bytes = self.exchanged_steps = 0  # what decode steps received from the SP group
         self.cache: PackedCache | None = None
         self.prefill = generate.prefill  # how the last prompt from the start was read: exact | packed
@@ -179,7 +179,7 @@ class Engine:
             owns=lambda granule, sequence: placement.owner(granule, sequence, ranks) == rank,
             reduce=lambda nodes, sequences: combine(nodes, sequences, rank, ranks, self.mesh.gather_sp),
             gather=self.mesh.gather_sp,
-            exchange=self.exchange, all_heads=self.mesh.exchange != "alltoall",
+            exchange=self.exchange, all_heads=self.exchange.all_heads,
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.room_bytes = free_bytes(self.model.device, self.mesh.world.local_size)

@@ -76,8 +76,6 @@ class ServedModel:
 
     def heads_of_sequence_ranks(self) -> list[range]:
         """Of each SP rank, the query heads that its output projection reads, counted from the first of this TP rank."""
-        if not self.split.helix:
-            return [range(self.local_heads)] * self.split.sp
         first = self.first_kv_head * (self.heads // self.kv_heads)
         touched = [place.touched_heads(self.heads, self.head_dim) for place in self.split.sequence_ranks()]
         return [range(heads.start - first, heads.stop - first) for heads in touched]

@@ -40,6 +40,8 @@ def exact(
     """
     cache = caches[0]
     rank = cache.shard.rank
+    if cache.shard.ranks > 1 and (heads_at_once or cache.heads.kv_heads) < cache.heads.kv_heads:
+        return_large_blocks()  # of gathered keys, each round longer than the one before: no hole is large enough for the next
     total = sum(map(len, prompts))
     parts_here = [part for parts in rounds if (part := parts[rank])]
     # One block that every layer overwrites: tensors of a chunk's size that come and go leave holes between them.

@@ -50,6 +50,18 @@ class Shards:
         found = self.ranks.sum(part, self.split.helix)
         return found if bias is None else found + bias
 
+    def sum_rows(self, parts: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """The first `rows` of this SP rank's rows of the sum of all ranks' parts [sp, round_rows, E] -> [1, rows, E].
+
+        Each rank sends the others their rows alone, half of what a sum over all ranks sends, and adds up in the order of the
+        ranks.
+        """
+        first, *others = self.ranks.swap_sp(parts)
+        for other in others:
+            first += other
+        found = self.ranks.sum(first, False)[None, :rows]
+        return found if bias is None else found + bias
+
     def padded(self, rows: Tensor) -> Tensor:
         """[n, width] -> [round_rows, width]"""
         return F.pad(rows, (0, 0, 0, self.round_rows - len(rows)))
@@ -79,7 +91,7 @@ class OutputShard(nn.Module):
             part = attended[0, :, inputs]
             place[: part.shape[0], : part.shape[1]] = part
         rows = shards.ranks.swap_sp(sent)[..., : own.stop - own.start]  # [sp, round_rows, share]
-        return shards.sum(F.linear(rows, self.weight), self.bias)[shards.split.sp_rank, None, : attended.shape[1]]
+        return shards.sum_rows(F.linear(rows, self.weight), self.bias, attended.shape[1])
 
 
 class MlpShard(nn.Module):
@@ -101,7 +113,7 @@ class MlpShard(nn.Module):
         if shards.round_rows is None:
             return shards.sum(self.inner(hidden), self.bias)
         rows = shards.ranks.gather_sp(shards.padded(hidden[0]))  # [sp, round_rows, E]
-        return shards.sum(self.inner(rows), self.bias)[shards.split.sp_rank, None, : hidden.shape[1]]
+        return shards.sum_rows(self.inner(rows), self.bias, hidden.shape[1])
 
 
 class Stacked(nn.Module):

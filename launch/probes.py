@@ -62,7 +62,8 @@ def unlike_versions(rows: list[dict]) -> list[dict]:
 
 def network(mesh: Mesh, model: ServedModel) -> dict:
     """Latency and bandwidth of every pair, and the collectives of a decode step of one sequence at their real sizes."""
-    sent_bytes, exchange = Exchange(mesh, model.heads_of_sequence_ranks()).collective(model.head_dim, model.device)
+    everyone = Exchange(mesh, model.heads_of_sequence_ranks(), model.local_heads)
+    sent_bytes, exchange = everyone.collective(model.head_dim, model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     found = {

@@ -41,6 +41,37 @@ def test_tree_is_that_of_the_partials(count):
         torch.testing.assert_close(mine.o, wanted.o, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("count", [2, 5, 31, 300])
+def test_tree_merges_in_the_defined_order(count):
+    """To the bit, by the kernel's own merge of two: another order would show, as that of neighbours does."""
+    torch.manual_seed(count)
+    found, pair = granules(count), torch.arange(2)
+
+    def both(a: Partial, b: Partial) -> Partial:
+        return Partial(*cpu.tree(*(torch.stack(parts) for parts in zip(a, b, strict=True)), pair, 2, 1)).rows(0)
+
+    lanes: dict[int, Partial] = {}
+    for index in range(count):
+        lane, part = index % 256, found.rows(index)
+        lanes[lane] = both(lanes[lane], part) if lane in lanes else part
+
+    def node(stride: int, off: int) -> Partial | None:
+        if stride == 256:
+            return lanes.get(off)
+        a, b = node(2 * stride, off), node(2 * stride, off + stride)
+        return both(a, b) if a and b else a or b
+
+    root = Partial(*cpu.tree(*found, torch.arange(count), partial.lane_width(count, 1), 1)).rows(0)
+    assert equal(root, node(1, 0))
+    if count > 2:
+        neighbours = [found.rows(index) for index in range(count)]
+        while len(neighbours) > 1:
+            pairs = zip(neighbours[::2], [*neighbours[1::2], None], strict=False)
+            neighbours = [both(a, b) if b else a for a, b in pairs]
+        torch.testing.assert_close(neighbours[0].o, root.o, rtol=1e-4, atol=1e-4)
+        assert not equal(neighbours[0], root)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 12])
 def test_tree_has_the_same_bits_for_any_number_of_ranks(ranks):
     nodes = ranks if ranks & (ranks - 1) == 0 else min(256, 1 << (4 * ranks - 1).bit_length())

@@ -208,11 +208,12 @@ def test_answers_differ_where_they_should(answers):
     assert all(len(set(tokens)) > 1 for answer in found for turn in answer["tokens"] for tokens in turn)
 
 
-def test_threads_change_no_bit(llama, answers, monkeypatch):
-    """One rank with two threads gives the bits of one with one, and so of two ranks with one."""
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_threads_change_no_bit(llama, answers, monkeypatch, size):
+    """Ranks with two threads each give the bits of one rank with one, and so of two ranks with one."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "0")  # two threads on a busy core would spin
     names = ["4 bits", "tiered4, sampled", "minmax", "rows of five"]
-    assert_same(ranks.run_ranks(1, run_jobs, llama, names, 2, timeout_s=180), answers)
+    assert_same(ranks.run_ranks(size, run_jobs, llama, names, 2, timeout_s=180), answers)
 
 
 def test_a_sequence_answers_the_same_alone(llama):

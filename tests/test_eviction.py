@@ -295,14 +295,15 @@ def test_a_prompt_whose_keys_are_shared_out_keeps_the_same_pages(model):
     assert (found["tokens"], found["digest"]) == (wanted["tokens"], wanted["digest"])
 
 
-def test_heads_of_other_ranks_count_too(model):
-    """Helix leaves a rank the roots of its own heads alone."""
-    wanted = simulated.run(1, run_of_copies, model, "replicated")[0]
-    found = simulated.run(2, run_of_copies, model, "helix", layout="helix")[0]
+@pytest.mark.parametrize(("tp", "layout"), [(1, "helix"), (4, "replicated")])
+def test_heads_of_other_ranks_count_too(model, tp, layout):
+    """Helix, and more TP ranks than KV heads, leave a rank the roots of its own heads alone."""
+    wanted = simulated.run(tp, run_of_copies, model, tp=tp)[0]
+    found = simulated.run(2 * tp, run_of_copies, model, tp=tp, layout=layout)[0]
     assert found["pages"] == wanted["pages"]
 
 
-def run_of_copies(mesh, folder, layout) -> dict:
+def run_of_copies(mesh, folder) -> dict:
     own = models.load(str(folder), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
     engine = Engine(own, config("1bit", "heavy", 0.4), mesh, GenerateConfig(max_new_tokens=140))
     engine.generate([tiny.prompt(900)])

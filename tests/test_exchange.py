@@ -3,10 +3,11 @@
 import math
 
 import pytest
+import simulated
 import torch
 
 from bitkv_dist.kernels import dispatch
-from bitkv_dist.parallel.exchange import combine, combine_heads, combine_sums, in_tree_order
+from bitkv_dist.parallel.exchange import Exchange, combine, combine_heads, combine_sums, in_tree_order
 from bitkv_dist.partial import Partial, root
 from bitkv_dist.placement import residue_count, residues, slots
 from bitkv_dist.split import Split
@@ -116,6 +117,34 @@ def test_all_to_all_leaves_each_rank_its_heads(ranks, sequences):
     place = sequences, ranks, heads
     everyone = [received(own[rank], rank, *place, stacked) for rank in range(ranks)]
     assert own_heads(everyone, heads, wanted)
+
+
+def merged(mesh, nodes: list[Partial], own: range) -> tuple[list[Partial], bool, int, int]:
+    """The roots, whether they are of all heads, and what was received and would be sent for one sequence."""
+    exchange = Exchange(mesh, [own] * mesh.sp, 4)
+    mine = [only(node, residues(mesh.sp_rank, sequence, mesh.sp)) for sequence, node in enumerate(nodes)]
+    return exchange(mine, [0, 1]), exchange.all_heads, mesh.sp_bytes, exchange.collective(DIM, torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("own", [range(0, 2), range(2, 4), range(3, 4), range(0, 4)])
+@pytest.mark.parametrize("kind", ["allgather", "allreduce"])
+def test_heads_that_nobody_goes_on_with_are_not_sent(kind, own):
+    """Four heads of a KV head that several TP ranks keep: each sends those that are its own, with all their bits."""
+    nodes = [random_nodes(2, (1, 3, 4), sequence) for sequence in range(2)]
+    for roots, all_heads, received, sent in simulated.run(2, merged, nodes, own, exchange=kind):
+        assert all_heads == (len(own) == 4)
+        assert sent == 4 * len(own) * (2 + DIM)
+        if kind == "allgather":
+            assert received == 2 * 3 * sent  # two sequences, three queries
+        for found, whole in zip(roots, map(root, nodes), strict=True):
+            rest = [head for head in range(4) if head not in own]
+            assert torch.isneginf(found.m[..., rest]).all() and not found.o[..., rest, :].any()
+            for part, wanted in zip(found, whole, strict=True):
+                kept = part[:, :, list(own)], wanted[:, :, list(own)]
+                if kind == "allgather":
+                    assert torch.equal(*kept)
+            ours, wanted = (part.normalised()[..., list(own), :] for part in (found, whole))
+            torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=0)
 
 
 def test_nine_heads_on_four_ranks():

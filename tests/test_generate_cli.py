@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -324,3 +325,17 @@ def test_two_ranks_follow_the_conversation(folder, tmp_path):
     report = json.loads(path.read_text())
     assert report["prompt_tokens"] == [9, 9] and report["world"]["size"] == 2
     assert ended.out == "".join(f"{text}\n" for text in report["text"])
+
+
+def test_start_up_lines(folder):
+    """One per rank, then the grid, then the digest that all have agreed on; rank 0 alone says them."""
+    argv = ["--model", folder, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "1"]
+    ended = run_command(launched("torchrun", 3, ROOT / "launch" / "generate.py", *argv))
+    assert ended.status == 0, ended.err
+    *ranks, grid, digest = ended.messages()[:5]
+    for rank, line in enumerate(ranks):
+        host = re.escape(socket.gethostname())
+        assert re.match(rf"bitkv: rank {rank} \(host {host}\) on cpu, backend gloo, 1 thread( on cores [\d,-]+)?$", line)
+    assert grid == "bitkv: world size 3 (sp 3 x tp 1, layout replicated) by torchrun, backend gloo, device cpu, torch.float32"
+    assert re.match(r"bitkv: rotation digest [0-9a-f]{16}, agreed by all ranks$", digest)
+    assert ended.err.count("agreed by all ranks") == 1

@@ -5,7 +5,7 @@ import simulated
 import tiny
 import torch
 
-from bitkv_dist import model
+from bitkv_dist import model, prefill
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.placement import owned_granules, owner
@@ -62,6 +62,16 @@ def test_nor_where_heads_are_shared_too(folder, layout):
     for found, wanted in zip(parts, whole, strict=True):
         assert found[:2] == wanted[:2] and found[4] < wanted[4]
         assert all(map(torch.equal, found[2], wanted[2]))
+
+
+def test_gathered_keys_leave_no_holes_in_the_heap(folder, monkeypatch):
+    """Large blocks go back to the system where each round gathers anew, and only there."""
+    asked = []
+    monkeypatch.setattr(prefill, "return_large_blocks", lambda: asked.append(1))
+    for ranks, at_once, times in ((1, 1, 0), (2, HEADS, 0), (2, 1, 2)):
+        asked.clear()
+        simulated.run(ranks, answer, folder, "4bit", at_once)
+        assert len(asked) == times
 
 
 def test_heads_at_once():

@@ -37,7 +37,7 @@ def test_measured_steps_are_taken_apart(found):
         assert len(row["ids"]) == 5 and len(row["ids"][0]) == row["batch"]
         ms = row["ms"]
         assert min(ms.values()) >= 0 and ms["compute"] > 0
-        assert (ms["exchange"] > 0.1) == (row["ranks"] > 1)
+        assert (ms["exchange"] > 0) == (row["ranks"] > 1)
     assert len({token for row in rows for step in row["ids"] for token in step}) > 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import simulated
 import tiny
@@ -9,6 +11,7 @@ import torch
 from test_model import LosslessCache, run
 
 from bitkv_dist import model
+from bitkv_dist.shards import Shards
 from bitkv_dist.split import Split, check_tp, cut, tp_choices
 
 CPU = torch.device("cpu")
@@ -83,3 +86,19 @@ def test_shards_give_the_logits_of_the_whole(folders, name, tp, sp, layout):
         assert torch.equal(logits, everyone[0][0])
         assert place == ((3, 1, rank % tp * 3 // tp) if tp > 1 else (9, 3, 0))
         assert theirs == fingerprint
+
+
+def rows_summed(mesh, parts: torch.Tensor) -> torch.Tensor:
+    return Shards(mesh).sum_rows(parts[mesh.world.rank].clone(), torch.tensor([0.5, 0, 0]), 4)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, 2), (1, 5), (2, 3)])
+def test_each_rank_gets_the_sum_of_its_own_rows(tp, sp):
+    """The ranks behind one sequence rank with the same bits; at tp 1 in the order of the ranks."""
+    parts = torch.randn(tp * sp, sp, 7, 3, generator=torch.Generator().manual_seed(0))  # of each rank, for each SP rank
+    everyone = simulated.run(tp * sp, rows_summed, parts, tp=tp, layout="helix")
+    for rank, found in enumerate(everyone):
+        mine = parts[:, rank // tp, :4]
+        wanted = functools.reduce(torch.add, mine) + torch.tensor([0.5, 0, 0])
+        torch.testing.assert_close(found, wanted[None], atol=1e-6 * (tp > 1), rtol=0)
+        assert torch.equal(found, everyone[rank - rank % tp])

@@ -1,8 +1,8 @@
 """The one exchange of a layer's attention: packed fp32 partials of all sequence ranks, merged by the tree of partial.py.
 
-allgather: every rank gets the partials of all heads. alltoall: every rank gets those of the heads that it goes on with. Both
-keep the order of the tree, so that a head has the same bits on every rank and for every number of ranks. allreduce: a maximum,
-then a sum of numerators and denominators scaled by it, in the order of the network.
+allgather: every rank gets the partials of all heads that one of them goes on with. alltoall: every rank gets those of the
+heads that it goes on with itself. Both keep the order of the tree, so that a head has the same bits on every rank and for every
+number of ranks. allreduce: a maximum, then a sum of numerators and denominators scaled by it, in the order of the network.
 """
 
 from __future__ import annotations
@@ -26,24 +26,31 @@ PACKED = 2  # numbers of a partial beside its output: m and l
 class Exchange:
     """Merges the partials of a layer's attention as the mesh is told to; `Mesh.sp_bytes` counts what a rank receives."""
 
-    def __init__(self, mesh: Mesh, heads: list[range]) -> None:
-        """heads: of each SP rank, those it goes on with, counted from the first that all of them attend with."""
+    def __init__(self, mesh: Mesh, heads: list[range], attended: int) -> None:
+        """heads: of each SP rank, those it goes on with, counted from the first of the `attended` ones that all of them attend
+        with. More TP ranks than KV heads attend with all heads of a KV head and share out what goes on."""
         self.mesh, self.heads = mesh, heads
+        used = [own for own in heads if own]
+        self.used = range(min(own.start for own in used), max(own.stop for own in used))  # by any of the SP ranks
+        self.all_heads = mesh.sp == 1 or (mesh.exchange != "alltoall" and len(self.used) == attended)
 
     def __call__(self, nodes: list[Partial], sequences: list[int]) -> list[Partial]:
-        """nodes[i]: this rank's tree nodes [V, HK, n, G] of sequence sequences[i] -> roots [HK, n, G]; of alltoall those of
-        this rank's heads, the others are empty."""
+        """nodes[i]: this rank's tree nodes [V, HK, n, G] of sequence sequences[i] -> roots [HK, n, G], without `all_heads` only
+        of those that come (alltoall: this rank's), the others are empty."""
         mesh = self.mesh
         place = sequences, mesh.sp_rank, mesh.sp
         if mesh.exchange == "alltoall":
             return combine_heads(nodes, *place, self.heads, mesh.swap_sp)
+        sent = nodes if self.all_heads else [of_heads(node, self.used) for node in nodes]
         if mesh.exchange == "allreduce":
-            return combine_sums(nodes, *place, mesh.largest_sp, mesh.sum_sp)
-        return combine(nodes, *place, mesh.gather_sp)
+            found = combine_sums(sent, *place, mesh.largest_sp, mesh.sum_sp)
+        else:
+            found = combine(sent, *place, mesh.gather_sp)
+        return found if self.all_heads else [among(part, self.used, nodes[0].m.shape[3]) for part in found]
 
     def collective(self, head_dim: int, device: torch.device) -> tuple[int, Callable[[], object]]:
         """Bytes that a rank sends for one sequence's query in one layer, and a call that only sends them: for measuring."""
-        mesh, count = self.mesh, max(own.stop for own in self.heads)
+        mesh, count = self.mesh, len(self.used)
         if mesh.exchange == "allreduce":
             top, sums = torch.zeros(count, device=device), torch.zeros(count, 1 + head_dim, device=device)
             return 4 * (top.numel() + sums.numel()), lambda: (mesh.largest_sp(top), mesh.sum_sp(sums))
@@ -112,6 +119,20 @@ def combine_sums(
     weight = exp2(m - torch.where(torch.isneginf(top), 0.0, top)).unsqueeze(-1)
     sums = total(torch.cat((l.unsqueeze(-1), o), dim=-1) * weight)
     return [Partial(*parts) for parts in zip(top, sums[..., 0], sums[..., 1:], strict=True)]
+
+
+def of_heads(nodes: Partial, heads: range) -> Partial:
+    """Some of the query heads that share the one KV head of nodes [V, 1, n, G]."""
+    assert nodes.m.shape[1] == 1, "heads are left out only where TP ranks share a KV head"
+    return Partial(*(part[:, :, :, heads.start : heads.stop] for part in nodes))
+
+
+def among(found: Partial, heads: range, group: int) -> Partial:
+    """The roots [1, n, len(heads)] of some of the query heads in their place among all, [1, n, G]; the others are empty."""
+    whole = empty((*found.m.shape[:2], group), found.o.shape[-1], found.m.device)
+    for part, ours in zip(whole, found, strict=True):
+        part[:, :, heads.start : heads.stop] = ours
+    return whole
 
 
 def only(nodes: Partial, own: range) -> Partial:

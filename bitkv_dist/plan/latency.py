@@ -69,7 +69,7 @@ def collectives_ms(job: Job, machine: Machine, tp: int, sp: int) -> float:
         total += link.collective_ms(parts, job.batch * shape.vocabulary * job.dtype.itemsize * others)
     if sp > 1:
         link = machine.sp_link(tp, sp)
-        heads = split.touched_heads(shape.heads, shape.head_dim) if split.helix else split.heads(shape.heads, shape.kv_heads)
+        heads = split.touched_heads(shape.heads, shape.head_dim)
         partial = job.batch * len(heads) * (shape.head_dim + 2) * FLOAT32_BYTES
         exchange = link.collective_ms(sp, (sp - 1) * placement.slots(sp) * partial)
         total += shape.layers * exchanges(job) * exchange
