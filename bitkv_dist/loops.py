@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.layer import PAGES_AT_ONCE, SCORES_AT_ONCE, PackedLayer
+from bitkv_dist.layer import PAGES_AT_ONCE, PackedLayer
+from bitkv_dist.subtree import SCORES_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,6 +13,7 @@ import torch
 
 from bitkv_dist import layer as layers
 from bitkv_dist import model as models
+from bitkv_dist import subtree
 from bitkv_dist.cache import PackedCache, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
@@ -130,7 +131,7 @@ def test_masses_are_those_of_the_exact_softmax(chunk):
     wanted = torch.zeros(table.mass.shape)
     starts = range(0, tokens, chunk)
     for start in starts:  # a chunk sees what is sealed before it
-        end = int(layer.sealed_ends(start, start + 1))
+        end = int(layer.evictor.sealed_ends(start, start + 1))
         for slot, page in enumerate(table.pages[:, 0].tolist()):
             if (page + 1) * P <= end:
                 wanted[slot] += weight[:, :, start : start + chunk, page * P : (page + 1) * P].sum((1, 2, 3))
@@ -158,8 +159,8 @@ def test_a_prompts_masses_are_those_of_every_eighth_query():
 def test_masses_are_the_same_when_granules_are_walked_node_by_node(monkeypatch, queries):
     """One partial at a time, in the tree's order, for all positions of a chunk or for some of them at a time."""
     whole, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
-    monkeypatch.setattr(layers, "LEAST_GRANULES_AT_ONCE", 1)
-    monkeypatch.setattr(layers, "SMALL_PARTIALS", 0)
+    monkeypatch.setattr(subtree, "LEAST_GRANULES_AT_ONCE", 1)
+    monkeypatch.setattr(subtree, "SMALL_PARTIALS", 0)
     monkeypatch.setattr(layers, "queries_at_once", lambda elements: queries)
     walked, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
     tables = [held.layers[0].states[0].table for held in (whole, walked)]

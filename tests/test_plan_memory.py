@@ -180,8 +180,8 @@ def test_an_exact_prefill_peaks_where_planned(tmp_path):
 
 def test_a_packed_prefill_peaks_at_the_same_height(tmp_path, monkeypatch):
     """Twice the prompt takes the packed pages of the second half more, and a few partials for one more level of the tree."""
-    monkeypatch.setattr("bitkv_dist.layer.LEAST_GRANULES_AT_ONCE", 2)
-    monkeypatch.setattr("bitkv_dist.layer.SMALL_PARTIALS", 0)
+    monkeypatch.setattr("bitkv_dist.subtree.LEAST_GRANULES_AT_ONCE", 2)
+    monkeypatch.setattr("bitkv_dist.subtree.SMALL_PARTIALS", 0)
     peaks = {}
     for tokens in (4096, 8192):
         measured, planned = live_peak(tmp_path, tokens, prefill="packed")

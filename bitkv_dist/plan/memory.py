@@ -15,12 +15,11 @@ from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.layer import SCORES_AT_ONCE, partials_at_once, queries_at_once
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, held_end
 from bitkv_dist.split import Split
-from bitkv_dist.subtree import leaf_stride
+from bitkv_dist.subtree import SCORES_AT_ONCE, leaf_stride, partials_at_once, queries_at_once
 
 FLOAT32_BYTES = 4
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
