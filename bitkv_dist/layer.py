@@ -369,8 +369,10 @@ class PackedLayer:
         return state.granules(most, end, *of)
 
     def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:
-        """How many granules to score together for queries [HK, n, G] with `cost` numbers per score."""
-        return max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS * cost))
+        """How many granules to attend to together for queries [HK, n, G]: neither their scores, with `cost` numbers each, nor
+        what the codec rebuilds of their tokens is more than a block."""
+        of_a_token = max(math.prod(heads) * cost, heads[0] * self.codec.rebuilt)
+        return max(1, SCORES_AT_ONCE // (GRANULE_TOKENS * of_a_token))
 
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
         """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], the last n of them their own."""

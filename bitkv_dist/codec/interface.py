@@ -54,6 +54,7 @@ class Codec(Protocol):
     positional: bool  # whether keys are coded before RoPE: `encode` then also takes the pages' global indices, a list
     book_bytes: int  # codebooks that all pages share
     joined: bool  # whether the records of a page's KV heads need each other
+    rebuilt: int  # fp32 numbers that `attend` holds of each token and KV head, beside scores; 0: it reads records as they lie
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]. See LoopedCodec for the one

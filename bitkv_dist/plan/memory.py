@@ -238,7 +238,7 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
 def packed_workspace(job: Job, tp: int, sp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
     of some of this rank's granules are joined and merged, beside those of the tree's levels (subtree.py). Plain torch also
-    holds scores, compiled kernels do not."""
+    holds a block of scores and of what it rebuilds of their tokens, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     granules = -(-held_end(job.config, job.context) // GRANULE_TOKENS) or 1
@@ -248,7 +248,7 @@ def packed_workspace(job: Job, tp: int, sp: int) -> int:
     partials = (2 * min(-(-granules // sp), most) + levels + nodes) * queries * heads * (shape.head_dim + 2)
     if job.config.eviction == "heavy":  # what each page, and peak each granule, has of every query, until all are known
         partials += -(-granules // sp) * (GRANULE_TOKENS // job.config.page_tokens + 1) * job.chunk * heads
-    scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
+    scores = 5 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
     return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + PACKED_SPARE_BYTES
