@@ -46,6 +46,10 @@ class PageTable:
     def __len__(self) -> int:
         return len(self.pages)
 
+    @property
+    def bytes(self) -> int:
+        return self.pages.nbytes + self.mass.nbytes + self.seen.nbytes
+
     def place(self, page: int, room: int) -> None:
         """Take in a page that was just sealed, in a slot of its own or in that of the page that each head gives up."""
         if len(self) < room:

@@ -10,6 +10,7 @@ import pytest
 import simulated
 import tiny
 import torch
+from ranks import run_ranks
 
 from bitkv_dist import layer as layers
 from bitkv_dist import model as models
@@ -273,6 +274,20 @@ def test_one_answer_whatever_the_number_of_ranks(model, books, depth, rule, pref
     kept = wanted["kv"]["eviction"]
     assert kept["rule"] == rule and kept["keep"] == 0.4 and 0.4 <= kept["kept_share_of_sealed"] < 0.5
     assert kept["evicted_tokens"] > 500
+
+
+def rules(mesh, folder) -> dict[str, dict]:
+    """A run by each rule, of the tokens and of the sealed bytes that are its answer."""
+    found = {rule: run(mesh, folder, config("tiered4", rule, 0.4)) for rule in ("window", "heavy")}
+    return {rule: {name: answer[name] for name in ("tokens", "digest")} for rule, answer in found.items()}
+
+
+def test_two_gloo_ranks_answer_as_one(model):
+    """Masses and pages travel through real process groups."""
+    (alone,) = simulated.run(1, rules, model)
+    assert alone["window"]["digest"] != alone["heavy"]["digest"]
+    for found in run_ranks(2, rules, model):
+        assert found == alone
 
 
 @pytest.mark.slow
