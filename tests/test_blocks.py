@@ -18,6 +18,7 @@ CODECS = {
     "exact": {"codec": "exact", "key_bits": 16, "value_bits": 16},
     "minmax": {"codec": "minmax", "key_bits": 2, "value_bits": 2},
     "tailored": {"codec": "tailored", "key_bits": 1, "value_bits": 1},
+    "words and planes": {"codec": "tailored", "key_bits": 4, "value_bits": 4},
     "residual": {"codec": "residual", "key_bits": 2, "value_bits": 2},
     "2bit": {"key_bits": 2, "value_bits": 2},
     "tiered4": {"scan_bits": 1},
@@ -29,8 +30,8 @@ Live = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))["Liv
 def filled(name: str, folder) -> PackedCache:
     """The same sealed pages in every one of GRANULES granules; room for them was announced."""
     settings, loops = CODECS[name], 3 if name == "looped" else 1
-    if name in ("tailored", "residual"):
-        settings = settings | {"calibration": calibrations.make(folder, name, heads=HK, dim=D)}
+    if (codec := settings.get("codec")) in ("tailored", "residual"):
+        settings = settings | {"calibration": calibrations.make(folder, codec, heads=HK, dim=D)}
     held = PackedCache(CacheConfig(**settings), HeadShape(loops, 0, HK, D, torch.float32, group=G, loops=loops), 1)
     held.reserve(0, (GRANULES + 1) * 512)
     generator, anchors = torch.Generator().manual_seed(0), []

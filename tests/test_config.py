@@ -130,7 +130,7 @@ def test_overrides_reach_nested_fields():
         ({"cache.scan_bits": 0}, ("cache.scan_bits 0",)),
         ({"cache.scan_bits": 5}, ("cache.scan_bits 5", "between 1 and 4")),
         ({"cache.refine.value": 0.1}, ("cache.refine", "nothing is left to refine", "set scan_bits below 4")),
-        ({"cache.codec": "minmax", "cache.scan_bits": 1}, ("cache.scan_bits 1", "only codec planes reads it")),
+        ({"cache.codec": "minmax", "cache.scan_bits": 1}, ("cache.scan_bits 1", "only codec planes, tailored reads it")),
         ({"cache.codec": "minmax", "cache.correction": False}, ("cache.correction False", "only codec planes")),
         ({"cache.key_group_tokens": 64}, ("cache.key_group_tokens 64", "only codec minmax reads it")),
         ({"cache.codec": "minmax", "cache.key_group_tokens": 48}, ("cache.key_group_tokens 48",)),

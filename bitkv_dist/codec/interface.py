@@ -116,6 +116,7 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
     from bitkv_dist.codec.residual import ResidualCodec
     from bitkv_dist.codec.tailored import TailoredCodec
+    from bitkv_dist.codec.worded import WordedCodec
 
     if config.codec == "looped":
         if layer != anchor_of(layer, heads):
@@ -126,5 +127,6 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
-    codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "tailored": TailoredCodec, "residual": ResidualCodec}
+    codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
+    codecs["tailored"] = WordedCodec if config.refines else TailoredCodec
     return (codecs | {"planes": planes})[config.codec](config, heads, layer)

@@ -111,13 +111,13 @@ def packed_page(
 
 def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int) -> PageBytes:
     codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), 0)
-    if config.codec != "planes":
+    if config.codec != "planes" and not config.refines:
         return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
-    bits = codec.count_reads(1, 1, 0).bits
+    scanned = codec.count_reads(1, 1, 0).bits
+    bits = scanned / codec.heads.kv_heads
     if config.refines:
-        token_bits = codec.count_reads(1, 1, 1).bits - bits
-        bits += refined_share(config) * config.page_tokens * token_bits
-    return PageBytes(codec.record_bytes, bits / 8)
+        bits += refined_share(config) * config.page_tokens * (codec.count_reads(1, 1, 1).bits - scanned)
+    return PageBytes(codec.record_bytes, bits / 8, codec.book_bytes)
 
 
 def looped_page(config: CacheConfig, heads: HeadShape) -> PageBytes:
