@@ -6,9 +6,7 @@ Exact queries, keys and values of a model; the queries of the last positions of 
 every granule, KV head and query the best 5 % of tokens are taken by the scanned scores of a group, as refinement takes them,
 and by the true ones. *Found*: the share that both took. *Mass*: true attention of the tokens taken, over that of the best
 choice. *Error*: root mean square of score errors in nats, less their mean in a granule, which the softmax does not see where
-it is the same in all. With `--positions A:B` also KL and perplexity of caches that scan so and refine 5 %: words in place of
-the sign plane, and below them a 4-bit code of keys and values, or rotated planes of what the words leave over. The last line
-is one JSON object.
+it is the same in all. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,22 +16,20 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 from bitkv_dist import checkpoint, text
 from bitkv_dist import model as models
 from bitkv_dist.calibrated import read_origin
-from bitkv_dist.codec.interface import Codec, HeadShape, ReadCount, make_codec
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.tailored import TailoredCodec
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, build
-from bitkv_dist.evaluate.perplexity import compare, head_shape
+from bitkv_dist.evaluate.perplexity import head_shape
 from bitkv_dist.evaluate.trace import Trace, trace
 from bitkv_dist.kernels import reference
 from bitkv_dist.layer import base2
-from bitkv_dist.partial import Partial
 
 SHARE = 0.05
 RULE = reference.Selection(SHARE, 1, group=True)
@@ -60,24 +56,18 @@ def main() -> None:
             trace(model, build("exact", {}).cache, ids[: args.tokens], visit)
         rows += [row(scan, name, layers) for scan, layers in found.items()]
         show(rows[-len(scans) :])
-    ends = []
-    if args.positions:
-        first, last = map(int, args.positions.split(":"))
-        for name, ids in texts.items():
-            ends += end_to_end(model, args.calibration[0], name, ids, first, last)
-    how = {name: getattr(args, name) for name in ("model", "tokens", "every", "positions")} | {"torch": torch.__version__}
+    how = {name: getattr(args, name) for name in ("model", "tokens", "every")} | {"torch": torch.__version__}
     digests = [read_origin(path).digest for path in args.calibration]
-    print(json.dumps(how | {"calibrations": digests, "scans": rows, "caches": ends}))
+    print(json.dumps(how | {"calibrations": digests, "scans": rows}))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--text", nargs="+", required=True)
-    parser.add_argument("--calibration", nargs="+", required=True, help="the first one serves --positions")
+    parser.add_argument("--calibration", nargs="+", required=True, help="of codec tailored")
     parser.add_argument("--tokens", type=int, default=4096, help="of each text (4096)")
     parser.add_argument("--every", type=int, default=3, help="every so many-th layer (3)")
-    parser.add_argument("--positions", help="A:B, to compare caches end to end")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -154,69 +144,6 @@ def show(rows: list[dict]) -> None:
     for each in rows:
         numbers = f"found {each['found']:.3f}  mass {each['mass']:.3f}  error {each['error']:.3f}"
         print(f"{each['text']:16} {each['scan']:24} {each['bits']:.3f} bits of a key  {numbers}", flush=True)
-
-
-# -- caches that scan so
-
-
-class WordScan(TailoredCodec):
-    """Scans words, keys and values, and takes the chosen tokens from a second code: `below` bits of rotated planes, of what the
-    words leave over (residual) or of the vectors themselves. Plain torch, for one question alone."""
-
-    joined = True
-
-    def __init__(self, config: CacheConfig, heads: HeadShape, layer: int, below: int, residual: bool) -> None:
-        super().__init__(config, heads, layer)
-        self.below = PlanesCodec(CacheConfig(key_bits=below, value_bits=below), heads, layer)
-        self.words_bytes, self.residual = self.record_bytes, residual
-        self.record_bytes += self.below.record_bytes
-
-    def encode(self, k: torch.Tensor, v: torch.Tensor, pages: list[int]) -> torch.Tensor:
-        whole, self.record_bytes = self.record_bytes, self.words_bytes
-        words = super().encode(k, v, pages)
-        self.record_bytes = whole
-        if self.residual:
-            k, v = (x.float() - coded for x, coded in zip((k, v), self.decode(words), strict=True))
-        return torch.cat((words, self.below.encode(k, v)), -1)
-
-    def attend(self, query, records, page_valid, choice=None, granules=None, page_mass=None) -> tuple[Partial, ReadCount]:
-        words = records[..., : self.words_bytes].contiguous()
-        coded = [x.transpose(1, 2).flatten(2, 3) for x in self.decode(words)]
-        fine = [x.transpose(1, 2).flatten(2, 3) for x in self.below.decode(records[..., self.words_bytes :])]
-        fine = [x + base for x, base in zip(fine, coded, strict=True)] if self.residual else fine
-        valid = page_valid.repeat_interleave(self.tokens, 1)
-        seen = valid[:, None, None, None]
-        scores = torch.where(seen, torch.einsum("hqgd,nhtd->nhqgt", *self.scored(query, coded[0], words)), -math.inf)
-        chosen = reference.select(scores, valid.sum(-1), RULE)
-        scores = torch.where(chosen, torch.einsum("hqgd,nhtd->nhqgt", query, fine[0]), scores)
-        m = scores.amax(-1)
-        p = torch.where(seen, torch.exp2(scores - torch.where(torch.isinf(m), 0.0, m).unsqueeze(-1)), 0.0)
-        o = [torch.einsum("nhqgt,nhtd->nhqgd", part, x) for part, x in ((p * ~chosen, coded[1]), (p * chosen, fine[1]))]
-        tokens, refined = int(valid.sum()) * self.heads.kv_heads * query.shape[1], int(chosen.any(3).sum())
-        bits = (self.words_bytes * tokens / self.tokens + self.below.record_bytes * refined / self.tokens) * 8
-        count = ReadCount(int(bits), tokens * self.heads.head_dim * 2, tokens, refined)
-        return Partial(m, p.sum(-1), o[0] + o[1]), count
-
-
-def end_to_end(model: models.ServedModel, calibration: str, name: str, ids: list[int], first: int, last: int) -> list[dict]:
-    """Rows of caches; the seed, which codebooks do not read, says which is meant."""
-    kinds = {1: (4, False), 2: (3, True), 3: (2, True)}
-    names = {seed: f"words, {below} bits of {'what they leave' if left else 'all'}" for seed, (below, left) in kinds.items()}
-    caches = {"tiered4": build("tiered4", {}).cache, "words": CacheConfig("tailored", 1, 1, calibration=calibration)}
-    caches |= {names[seed]: CacheConfig("tailored", 1, 1, calibration=calibration, seed=seed) for seed in kinds}
-
-    def make(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
-        if config.codec == "tailored" and config.seed in kinds:
-            return WordScan(config, heads, layer, *kinds[config.seed])
-        return make_codec(config, heads, layer)
-
-    with mock.patch("bitkv_dist.layer.make_codec", make):
-        scores = compare(model, caches | {"exact": build("exact", {}).cache}, ids, first, last)
-    rows = [scores[cache].row(cache, name, scores["exact"]) for cache in caches]
-    for each in rows:
-        bits = f"{each['stored_bits']:.2f} stored, {each['read_bits']:.2f} read"
-        print(f"{name:16} {each['codec']:32} {bits}  x{each['ppl_ratio']:.3f} ({each['kl']:.4f})", flush=True)
-    return rows
 
 
 if __name__ == "__main__":
