@@ -13,6 +13,7 @@ from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import TAIL_CORRECTION
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig, build
 from bitkv_dist.engine import Engine
+from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.plan.memory import packed_page
 from bitkv_dist.report import cache_report
 
@@ -157,3 +158,15 @@ def test_answers_do_not_depend_on_the_ranks_and_reads_are_those_planned(served, 
     page = packed_page(cache, 2, 16, torch.float32, kv_heads=2)
     assert page.read * 8 / (2 * 2 * P * 16) == pytest.approx(wanted[2], rel=0.03)
     assert page.read < 0.75 * page.stored
+
+
+def test_drift_sees_what_enters_the_softmax(served):
+    """A sound cache is not blamed; what is refined brings attention and outputs nearer to the truth."""
+    folder, file = served
+    loaded = model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+    mean = {}
+    for bits in (1, 4):
+        heads = drift(loaded, CacheConfig("tailored", bits, bits, calibration=file, **SMALL), tiny.prompt(700))
+        assert all(head.verdict != "off" for head in heads)
+        mean[bits] = [sum(getattr(head, name) for head in heads) / len(heads) for name in ("kl", "output_error")]
+    assert all(fine < 0.9 * coarse for fine, coarse in zip(mean[4], mean[1], strict=True)), mean

@@ -57,12 +57,8 @@ class WordedCodec(TailoredCodec):
         count, pages = len(records), int(page_valid.sum())
         if records.shape[0] * records.shape[2] == 1:  # a lone matrix product may be split among threads: see attend_dense
             records, page_valid = (x.expand(2, *x.shape[1:]) for x in (records, page_valid))
-        words = [by_head(x) for x in super().decode(records)]
-        left = [by_head(x) for x in self.below.decode(records[..., self.words_bytes :])]
-        valid = page_valid.repeat_interleave(self.tokens, 1)
-        scores = torch.where(valid[:, None, None, None], dots(*self.scored(query, words[0], records)), -math.inf)
-        chosen = reference.select(scores, valid.sum(1), self.selection)
-        scores = torch.where(chosen, dots(query, words[0] + left[0]), scores)
+        words, left = self.parts(records)
+        scores, chosen = self.entering(query, words[0], left[0], records, page_valid)
         m = scores.amax(-1)
         p = exp2(scores - torch.where(torch.isinf(m), 0.0, m).unsqueeze(-1))
         o = (p.flatten(2, 3) @ words[1] + (p * chosen).flatten(2, 3) @ left[1]).unflatten(-2, query.shape[1:3])
@@ -70,6 +66,19 @@ class WordedCodec(TailoredCodec):
             page_mass.copy_(fold_sum(p.unflatten(-1, (page_valid.shape[1], self.tokens)))[:count])
         reads = self.count_reads(pages, query.shape[1], int(chosen[:count].any(3).sum()))
         return Partial(m, fold_sum(p), o).rows(slice(0, count)), reads
+
+    def parts(self, records: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Keys and values [n, HK, T, D] of words, and what planes add to them."""
+        both = super().decode(records), self.below.decode(records[..., self.words_bytes :])
+        return [[x.transpose(1, 2).flatten(2, 3) for x in of] for of in both]
+
+    def entering(self, query: torch.Tensor, words: torch.Tensor, left: torch.Tensor, records: torch.Tensor,
+                 page_valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores that enter the softmax, [n, HK, Q, G, T], and whose tokens are chosen; words and left: of the keys."""
+        valid = page_valid.repeat_interleave(self.tokens, 1)
+        scores = torch.where(valid[:, None, None, None], dots(*self.scored(query, words, records)), -math.inf)
+        chosen = reference.select(scores, valid.sum(1), self.selection)
+        return torch.where(chosen, dots(query, words + left), scores), chosen
 
     def count_reads(self, pages: int, queries: int, refined: int) -> ReadCount:
         """Words, scales and planes' centroids of every page for each query; planes and their scales of the `refined` tokens,
@@ -79,11 +88,6 @@ class WordedCodec(TailoredCodec):
         pages = pages * self.heads.kv_heads * queries
         bits = sum(bits * dim + 16 for bits in (self.below.config.key_bits, self.below.config.value_bits))
         return ReadCount(pages * scanned * 8 + refined * bits, pages * self.tokens * dim * 2, pages * self.tokens, refined)
-
-
-def by_head(x: torch.Tensor) -> torch.Tensor:
-    """[n, pages, HK, P, D] -> [n, HK, pages * P, D]."""
-    return x.transpose(1, 2).flatten(2, 3)
 
 
 def dots(query: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
