@@ -1,6 +1,7 @@
 """Words as the scan: which tokens take the planes below them, what attention makes of both, and what is read."""
 
 import math
+from dataclasses import replace
 
 import calibrations
 import pytest
@@ -16,6 +17,7 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.plan.memory import packed_page
 from bitkv_dist.report import cache_report
+from bitkv_dist.schedule import LayerConfig
 
 HEADS, GROUP, DIM, P = 2, 2, 32, 64
 SMALL = {"page_tokens": P, "sink_tokens": P, "recent_tokens": 32}
@@ -120,6 +122,9 @@ def test_what_the_configuration_says_and_refuses(file):
     assert (plain.key_bits, plain.value_bits, plain.refines) == (1, 1, False)
     refined = build("4bit", tailored | {"cache.kv_bits": 3}).cache
     assert (refined.key_bits, refined.key_scan_bits, refined.refine) == (3, 1, RefineConfig())
+    mixed = replace(refined, layers=(LayerConfig((0,), 1, 1), LayerConfig((1,), 4, 4, refine_value=0.1)))
+    assert [mixed.for_layer(layer).refines for layer in range(3)] == [False, True, True]
+    assert (mixed.for_layer(1).key_bits, mixed.for_layer(1).refine.value) == (4, 0.1)
     three = {"cache.key_bits": 3, "cache.value_bits": 3}
     for fields, said in [
         ({"cache.kv_bits": 8}, "cache.key_bits 8: codec tailored stores 1, 2, 3, 4"),
