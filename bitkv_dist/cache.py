@@ -132,7 +132,7 @@ class PackedCache:
         """Storage of every live cache tensor on this rank, slack of preallocation included."""
         states = [state for layer in self.layers for state in layer.states]
         tables = self._tables.bytes if self._tables is not None else 0
-        return tables + self.book_bytes + sum(state.sealed.bytes + state.exact.untyped_storage().nbytes() for state in states)
+        return tables + self.book_bytes + sum(state.bytes for state in states)
 
     @property
     def book_bytes(self) -> int:

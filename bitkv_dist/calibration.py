@@ -1,4 +1,4 @@
-"""Which prompt queries teach a layer about its scores: the last of each granule, whichever rank computes them."""
+"""What prompt queries teach a layer about its scores: the last query of each granule, whichever rank computes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.partial import Partial
 
 if TYPE_CHECKING:
+    from bitkv_dist.layer import PackedLayer
+    from bitkv_dist.prompt import Prompt
     from bitkv_dist.sequence import SequenceState
 
 PROBES = 16  # of one prompt at most: calibrating then costs as much as so many decode steps, however long the prompt
@@ -53,3 +56,23 @@ def chunk_probes(state: SequenceState, query: torch.Tensor) -> list[Probe]:
     last = query.shape[1] - 1 - after
     stride = 1 << max(0, (granules - 1) // PROBES).bit_length()
     return [Probe(query[:, last : last + 1], state.sealed_end)] if last >= 0 and granules % stride == 0 else []
+
+
+def calibrate(layer: PackedLayer, sequence: int, probes: list[Probe], prompt: Prompt | None = None) -> None:
+    """Let the layer's codec compare its scores for the probes with true ones; prompt: the exact keys, if at hand."""
+    state = layer.states[sequence]
+    probes = [probe for probe in probes if probe.sealed_end > state.sink]
+    for lesson in state.tuning.lessons if probes else ():
+        nodes = [lesson_nodes(layer, state, lesson, probe, prompt) for probe in probes]
+        state.tuning.learn(lesson, layer.cache.shard.reduce(nodes, [sequence] * len(probes)))
+
+
+def lesson_nodes(layer: PackedLayer, state: SequenceState, lesson: str, probe: Probe, prompt: Prompt | None) -> Partial:
+    """This rank's tree nodes over what the sealed tokens show about one lesson."""
+    query, tuning = probe.query, state.tuning
+
+    def measure(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
+        exact = None if prompt is None else prompt.granule_keys(granules)
+        return layer.codec.measure(lesson, query, tuning, records, valid, exact)
+
+    return layer.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])

@@ -20,8 +20,8 @@ from bitkv_dist.split import LAYOUTS
 GRANULE_TOKENS = 512  # consecutive tokens of one owner, one selection, one leaf of the merge
 LANES = 256  # leaves of the merge tree: a constant of the format, and the largest number of sequence ranks
 
-STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "tailored": (1,), "residual": (2,),
-               "looped": (2,)}  # looped: of the residuals; its anchors have 4
+STORED_BITS = {"planes": (1, 2, 3, 4, 8), "minmax": (2, 4, 8), "exact": (16,), "tailored": (1, 2, 3, 4), "residual": (2,),
+               "looped": (2,)}  # tailored: words count as the first bit; looped: of the residuals, its anchors have 4
 CALIBRATED = ("tailored", "residual")  # codecs whose codebooks `bitkv calibrate` makes
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("auto", "model", "bfloat16")
@@ -98,12 +98,15 @@ class CacheConfig:
         between(self, "sink_tokens", 0, None)
         between(self, "recent_tokens", 0, None)
         between(self, "seed", 0, 2**64 - 1)
-        self._only_for(("planes",), ("scan_bits", "refine", "score"))
+        self._only_for(("planes",), ("score",))
+        self._only_for(("planes", "tailored"), ("scan_bits", "refine"))
         self._only_for(("planes", "looped", *CALIBRATED), ("correction",))
         self._only_for(("minmax",), ("key_group_tokens", "value_group_channels"))
         self._only_for(CALIBRATED, ("calibration", "calibration_digest"))
         if self.codec == "planes":
             self._check_scan()
+        if self.codec == "tailored":
+            self._check_words()
         if self.codec == "minmax":
             self._check_groups()
         if self.codec in CALIBRATED:
@@ -128,6 +131,20 @@ class CacheConfig:
             resolve(self, "refine", self.refine or RefineConfig())
         elif self.refine is not None:
             refuse(self, "refine", "all planes are scanned, nothing is left to refine", f"set scan_bits below {deepest}")
+
+    def _check_words(self) -> None:
+        """The words are what is scanned, whatever lies below them."""
+        if (self.key_bits == 1) != (self.value_bits == 1):
+            rule = f"value_bits are {self.value_bits}, and what words leave over is kept of keys and values alike"
+            refuse(self, "key_bits", rule, "take 1 for both, or 2 to 4 for both")
+        if self.scan_bits is None and self.key_bits > 1:
+            resolve(self, "scan_bits", 1)
+        if self.scan_bits not in (None, 1):
+            refuse(self, "scan_bits", "codec tailored scans its words, which count as one bit", "leave it out")
+        self._check_scan()
+        if self.refines and (self.refine.rule, self.refine.scope, self.refine.skip_below) != ("fraction", "granule", None):
+            rule = "codec tailored refines a share of the tokens of each granule"
+            refuse(self, "refine", rule, "take rule fraction and scope granule without skip_below")
 
     def _check_groups(self) -> None:
         resolve(self, "key_group_tokens", 64 if self.key_group_tokens is None else self.key_group_tokens)
@@ -437,9 +454,9 @@ def _for_codec(codec: str, cache: dict[str, Any]) -> dict[str, Any]:
     if codec == preset_codec:
         return cache
     kept = {name: value for name, value in cache.items() if name not in _CODEC_FIELDS}
-    if codec in STORED_BITS and len(STORED_BITS[codec]) == 1:
+    if codec in STORED_BITS and (len(STORED_BITS[codec]) == 1 or codec in CALIBRATED):  # words alone, unless bits are asked for
         return kept | {"codec": codec, "key_bits": STORED_BITS[codec][0], "value_bits": STORED_BITS[codec][0]}
-    if len(STORED_BITS.get(preset_codec, ())) == 1:
+    if len(STORED_BITS.get(preset_codec, ())) == 1 or preset_codec in CALIBRATED:
         kept = {name: value for name, value in kept.items() if name not in ("key_bits", "value_bits")}
     return kept | {"codec": codec}
 

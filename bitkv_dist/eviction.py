@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.reference import exp2, fold_sum
+from bitkv_dist.partial import Partial, merge
+from bitkv_dist.subtree import SCORES_AT_ONCE
+
+if TYPE_CHECKING:
+    from bitkv_dist.cache import Shard
+    from bitkv_dist.sequence import SequenceState
 
 UNIT = float(1 << 32)
 STRIDE = 8  # of an exact prefill every so many-th query speaks for all: it costs an eighth of the prompt's products of q and k
-SCORES_AT_ONCE = 1 << 23  # elements of a score tensor of the prompt's queries
 
 
 class PageTable:
@@ -39,6 +45,10 @@ class PageTable:
 
     def __len__(self) -> int:
         return len(self.pages)
+
+    @property
+    def bytes(self) -> int:
+        return self.pages.nbytes + self.mass.nbytes + self.seen.nbytes
 
     def place(self, page: int, room: int) -> None:
         """Take in a page that was just sealed, in a slot of its own or in that of the page that each head gives up."""
@@ -154,3 +164,65 @@ def prompt_seen(ends: torch.Tensor, config: CacheConfig, pages: int) -> torch.Te
     sealed = ends[STRIDE - 1 :: STRIDE] // config.page_tokens
     later = torch.bincount(sealed, minlength=pages + 1).flip(0).cumsum(0).flip(0)  # queries with at least so many pages
     return later[1 : pages + 1] * STRIDE
+
+
+class Evictor:
+    """How one layer of a bounded cache comes to its page tables, which are in its sequences' states, on this rank."""
+
+    def __init__(self, config: CacheConfig, shard: Shard, device: torch.device) -> None:
+        self.config, self.shard, self.device = config, shard, device
+        self.watched: list[Watched] = []  # what the pages of the sequence at hand have received
+
+    def choose(self, state: SequenceState, end: int, received: torch.Tensor | None) -> None:
+        """Which of a prompt's pages before `end` stay; received int64 [pages, HK]."""
+        first = state.sink // state.page_tokens
+        count, seen = end // state.page_tokens - first, None
+        if state.table.heavy:
+            seen = prompt_seen(self.sealed_ends(0, state.length), self.config, first + count)[first:, None]
+            seen = seen.expand(-1, received.shape[1])
+            received = received[first : first + count]
+        state.table.choose(first, count, self.config.kept_pages(count), received, seen)
+
+    def place(self, state: SequenceState, sequence: int, pages: range) -> None:
+        """Slots for pages that are due, in the place of others where there is no more room."""
+        first = state.sink // state.page_tokens
+        if self.config.kept_pages(pages.stop - first) < len(state.table) + len(pages):
+            self.settle(state, sequence)
+        for page in pages:
+            state.table.place(page, self.config.kept_pages(page + 1 - first))
+
+    def settle(self, state: SequenceState, sequence: int) -> None:
+        """The same masses on every rank; collective."""
+        if state.table is None or not state.table.heavy:
+            return
+        per_granule, first = GRANULE_TOKENS // state.page_tokens, state.sink // state.page_tokens
+        owned = [self.shard.owns((first + slot) // per_granule, sequence) for slot in range(len(state.table))]
+        state.table.settle(torch.tensor(owned, dtype=torch.bool), self.gathered)
+
+    def gathered(self, t: torch.Tensor) -> torch.Tensor:
+        """`Shard.gather` of a tensor on the CPU."""
+        return self.shard.gather(t.to(self.device)).cpu()
+
+    def sealed_ends(self, start: int, stop: int) -> torch.Tensor:
+        """Before which token pages are sealed when each of the tokens start .. stop - 1 is fed, int64."""
+        page, recent = self.config.page_tokens, max(1, self.config.recent_tokens)
+        ends = (torch.arange(start + 1, stop + 1) - recent).div(page, rounding_mode="floor")
+        return (ends * page).clamp(min=self.config.sink_rounded)
+
+    def watch_prompt(self, state: SequenceState, q: torch.Tensor, k: torch.Tensor, heads: slice, start: int,
+                     scaling: float) -> None:
+        """Count what pages receive from a chunk's queries q [heads, G, n, D]; k [heads, start + n, D]."""
+        ends = self.sealed_ends(start, start + q.shape[2]).to(q.device)
+        mass = prompt_mass(q.float() * (scaling * math.log2(math.e)), k, start, ends, self.config)
+        state.received[: len(mass), heads] += mass
+
+    def count(self, state: SequenceState, watched: list[Watched], total: Partial, exact: Partial, queries: int) -> None:
+        """Note what the sealed pages received from a step's queries; total: the partial of all sealed tokens."""
+        places, first = GRANULE_TOKENS // state.page_tokens, state.sink // state.page_tokens
+        whole = merge(*(part._replace(o=part.o[..., :0]) for part in (total, exact)))
+        for part in watched:
+            mass = part.units(whole.m, whole.l).flatten(0, 1)
+            slots = (torch.tensor(part.granules)[:, None] * places + torch.arange(places)).flatten() - first
+            used = (slots >= 0) & (slots < len(state.table))
+            state.table.receive(slots[used], mass[used.to(mass.device)], 0)
+        state.table.seen += queries

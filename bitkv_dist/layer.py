@@ -13,29 +13,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.calibration import Probe, chunk_probes, probe_ends, prompt_probes
+from bitkv_dist.calibration import Probe, calibrate, chunk_probes, probe_ends, prompt_probes
 from bitkv_dist.codec.interface import make_codec
-from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.eviction import Watched, prompt_mass, prompt_seen
+from bitkv_dist.eviction import Evictor, Watched
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention
-from bitkv_dist.kernels.reference import Query, Whole, attend_dense
+from bitkv_dist.kernels.reference import attend_dense
 from bitkv_dist.partial import Partial, merge
 from bitkv_dist.prompt import Prompt
+from bitkv_dist.ranked import whole_sequence
 from bitkv_dist.sequence import SequenceState
 from bitkv_dist.shortage import needing
-from bitkv_dist.subtree import LEVELS, walk
+from bitkv_dist.subtree import SCORES_AT_ONCE, partials_at_once, queries_at_once, walk
 
 if TYPE_CHECKING:
     from bitkv_dist.cache import PackedCache
     from bitkv_dist.tables import StepTables
 
-PARTIALS_AT_ONCE = 1 << 25  # elements of the outputs that a chunk of queries holds at a time, for granules and tree nodes
-LEAST_GRANULES_AT_ONCE = 16  # whose partials live together; more of them where a partial is small:
-SMALL_PARTIALS = 1 << 20  # elements
 PAGES_AT_ONCE = 32  # pages that are encoded together: sealing a long prompt makes no copy of it
-SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
 
 def digest(record: torch.Tensor) -> int:
@@ -56,7 +52,7 @@ class PackedLayer:
             ]
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, slot, local KV head) -> digest, of pages of other ranks
         self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
-        self.watched: list[Watched] = []  # with eviction by mass: what the pages of the sequence at hand have received
+        self.evictor = Evictor(cache.config, cache.shard, cache.heads.device)
 
     # -- writing
 
@@ -112,7 +108,7 @@ class PackedLayer:
         probes = prompt_probes(state, self.cache.heads, self.cache.shard.gather) if state.probe_ends else []
         received, state.received = state.received, None
         if received is not None:
-            received = self.gathered(received).sum(0)
+            received = self.evictor.gathered(received).sum(0)
         for layer in (self, *others):
             layer.take_prompt(sequence, prompt, probes, received)
 
@@ -124,7 +120,7 @@ class PackedLayer:
         state.length, end = prompt.tokens, state.sealed_at(prompt.tokens)
         at_once = PAGES_AT_ONCE * state.page_tokens
         if state.table is not None:
-            self.choose_pages(state, end, received)
+            self.evictor.choose(state, end, received)
             for start in range(state.sealed_end, end, at_once):  # a slot's owner need not have the page's rows
                 self.seal(sequence, start, prompt.read(start, min(start + at_once, end)))
         else:
@@ -133,7 +129,7 @@ class PackedLayer:
         state.sealed_end = end
         self.keep(sequence, torch.cat((prompt.read(0, min(state.sink, prompt.tokens)), prompt.read(end, prompt.tokens)), dim=2))
         if state.tuning is not None:
-            self.calibrate(sequence, [Probe(query, state.sealed_at(end)) for query, end in probes], prompt)
+            calibrate(self, sequence, [Probe(query, state.sealed_at(end)) for query, end in probes], prompt)
 
     def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
         """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
@@ -169,7 +165,7 @@ class PackedLayer:
             return rows
         at_once = PAGES_AT_ONCE * state.page_tokens
         if state.table is not None:
-            self.place_pages(sequence, range(state.sealed_end // state.page_tokens, end // state.page_tokens))
+            self.evictor.place(state, sequence, range(state.sealed_end // state.page_tokens, end // state.page_tokens))
         for start in range(0, count, at_once):
             some = rows[:, :, sink + start : sink + min(start + at_once, count)]
             self.seal(sequence, state.sealed_end + start, some)
@@ -209,58 +205,6 @@ class PackedLayer:
                 elif self.cache.audit:
                     self.audited.update({(sequence, slot, head): digest(record[head]) for head in heads})
 
-    # -- eviction
-
-    def choose_pages(self, state: SequenceState, end: int, received: torch.Tensor | None) -> None:
-        """Which of a prompt's pages before `end` stay; received int64 [pages, HK]."""
-        config, first = self.cache.config, state.sink // state.page_tokens
-        count, seen = end // state.page_tokens - first, None
-        if state.table.heavy:
-            seen = prompt_seen(self.sealed_ends(0, state.length), config, first + count)[first:, None]
-            seen = seen.expand(-1, received.shape[1])
-            received = received[first : first + count]
-        state.table.choose(first, count, config.kept_pages(count), received, seen)
-
-    def place_pages(self, sequence: int, pages: range) -> None:
-        """Slots for pages that are due, in the place of others where there is no more room."""
-        state, first = self.states[sequence], self.states[sequence].sink // self.cache.config.page_tokens
-        if self.cache.config.kept_pages(pages.stop - first) < len(state.table) + len(pages):
-            self.settle_masses(sequence)
-        for page in pages:
-            state.table.place(page, self.cache.config.kept_pages(page + 1 - first))
-
-    def settle_masses(self, sequence: int) -> None:
-        """The same masses on every rank; collective."""
-        table = self.states[sequence].table
-        if table is None or not table.heavy:
-            return
-        page = self.cache.config.page_tokens
-        per_granule, first = GRANULE_TOKENS // page, self.states[sequence].sink // page
-        owned = [self.cache.shard.owns((first + slot) // per_granule, sequence) for slot in range(len(table))]
-        table.settle(torch.tensor(owned, dtype=torch.bool), self.gathered)
-
-    def gathered(self, t: torch.Tensor) -> torch.Tensor:
-        """`Shard.gather` of a tensor on the CPU."""
-        return self.cache.shard.gather(t.to(self.cache.heads.device)).cpu()
-
-    def sealed_ends(self, start: int, stop: int) -> torch.Tensor:
-        """Before which token pages are sealed when each of the tokens start .. stop - 1 is fed, int64."""
-        config = self.cache.config
-        ends = (torch.arange(start + 1, stop + 1) - max(1, config.recent_tokens)).div(config.page_tokens, rounding_mode="floor")
-        return (ends * config.page_tokens).clamp(min=config.sink_rounded)
-
-    def count_mass(self, sequence: int, watched: list[Watched], total: Partial, exact: Partial, queries: int) -> None:
-        """Note what the sealed pages received from a step's queries; total: the partial of all sealed tokens."""
-        state = self.states[sequence]
-        places, first = GRANULE_TOKENS // state.page_tokens, state.sink // state.page_tokens
-        whole = merge(*(part._replace(o=part.o[..., :0]) for part in (total, exact)))
-        for part in watched:
-            mass = part.units(whole.m, whole.l).flatten(0, 1)
-            slots = (torch.tensor(part.granules)[:, None] * places + torch.arange(places)).flatten() - first
-            used = (slots >= 0) & (slots < len(state.table))
-            state.table.receive(slots[used], mass[used.to(mass.device)], 0)
-        state.table.seen += queries
-
     def check_finite(self, pages: torch.Tensor, numbers: Sequence[int]) -> None:
         """pages [2, n, HK, P, D]; numbers: their global indices."""
         if not torch.isfinite(pages).all():
@@ -289,15 +233,15 @@ class PackedLayer:
             nodes, watched = [], []
             for each in zip(step.sequences, queries, exacts, strict=True):
                 nodes.append(self.sealed_nodes(*each))
-                watched.append(self.watched)
-                self.watched = []
+                watched.append(self.evictor.watched)
+                self.evictor.watched = []
             roots = self.cache.shard.merge(nodes, step.sequences)
             if self.cache.config.eviction == "heavy":
                 totals = roots
                 if not self.cache.shard.all_heads:
                     totals = self.cache.shard.reduce([node._replace(o=node.o[..., :0]) for node in nodes], step.sequences)
                 for sequence, *parts in zip(step.sequences, watched, totals, exacts, strict=True):
-                    self.count_mass(sequence, *parts, queries.shape[2] * queries.shape[3])
+                    self.evictor.count(self.states[sequence], *parts, queries.shape[2] * queries.shape[3])
             parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
             out = torch.stack([self.finish_step(*each) for each in parts])
             self.rows = []
@@ -336,7 +280,7 @@ class PackedLayer:
                 if own and own[0] == sequence:
                     found.append(causal_attention(q[heads], *rows[:, :, : own[1] + own[2]], scaling))
                     if state.received is not None:
-                        self.watch_prompt(state, q[heads], rows[0, :, : own[1] + own[2]], heads, own[1], scaling)
+                        self.evictor.watch_prompt(state, q[heads], rows[0, :, : own[1] + own[2]], heads, own[1], scaling)
                 del rows  # before the next ones come
         if not own:
             return None
@@ -344,13 +288,6 @@ class PackedLayer:
         if end in state.probe_ends:
             state.probes[end] = base2(q[:, :, -1:], scaling)
         return torch.cat(found).flatten(0, 1).transpose(0, 1).unsqueeze(0)
-
-    def watch_prompt(self, state: SequenceState, q: torch.Tensor, k: torch.Tensor, heads: slice, start: int,
-                     scaling: float) -> None:
-        """Count what pages receive from a chunk's queries q [heads, G, n, D]; k [heads, start + n, D]."""
-        ends = self.sealed_ends(start, start + q.shape[2]).to(q.device)
-        mass = prompt_mass(q.float() * (scaling * math.log2(math.e)), k, start, ends, self.cache.config)
-        state.received[: len(mass), heads] += mass
 
     def attend_tables(self, queries: torch.Tensor, tables: StepTables) -> torch.Tensor:
         """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D]; no length of it is the host's."""
@@ -371,7 +308,7 @@ class PackedLayer:
         if self.cache.step.count_reads:
             self.cache.count_exact(rows.shape[2])
         if state.tuning is not None and not self.cache.step.decode:
-            self.calibrate(sequence, chunk_probes(state, query))
+            calibrate(self, sequence, chunk_probes(state, query))
         if query.shape[1] > 1:
             self.settle(sequence, rows)
         return merge(self.codec.finish(root), exact).normalised().transpose(0, 1).flatten(1, 2)
@@ -391,7 +328,7 @@ class PackedLayer:
         prepared = self.codec.prepare(query, state.tuning)
         choice = self.codec.choice(state.tuning, exact)
         if self.codec.chooses_globally:
-            choice = choice._replace(whole=self.whole_sequence(sequence, prepared, query.shape[:3]))
+            choice = choice._replace(whole=whole_sequence(self, sequence, prepared, query.shape[:3]))
 
         def attend(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
             index = torch.tensor(granules, device=query.device) if self.codec.chooses_globally else None
@@ -400,7 +337,7 @@ class PackedLayer:
                 mass = query.new_empty(len(records), *query.shape[:3], records.shape[1])
             part, reads = self.codec.attend(prepared, records, valid, choice, index, mass)
             if mass is not None:
-                self.watched.append(Watched(first, granules, part.m, mass))
+                self.evictor.watched.append(Watched(first, granules, part.m, mass))
             if self.cache.step.count_reads:
                 self.cache.counted.add(reads)
             return part
@@ -431,40 +368,11 @@ class PackedLayer:
         """`state.granules` of (modulus, residue) `of`, as the codec reads them."""
         return state.granules(most, end, *of)
 
-    def whole_sequence(self, sequence: int, query: Query, heads: tuple[int, int, int]) -> Whole:
-        """Where scope global cuts the ranking of all sealed tokens, the same on every rank.
-
-        Exchanges the keys of each rank's best tokens, as many as are refined in all; for groups, each head's mass before.
-        """
-        state, shard = self.states[sequence], self.cache.shard
-
-        def counted(queries: int, records: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """The block, when it is scanned once more than attention does."""
-            if self.cache.step.count_reads:
-                self.cache.counted.bits += self.codec.scan_cost(valid, queries)
-            return records, valid
-
-        log_sum_exp = None
-        if self.codec.selection.group:
-            mass = lambda records, valid, _: self.codec.mass(query, *counted(heads[1], records, valid))  # noqa: E731
-            nodes = self.nodes(state, (*heads, 0), state.held_end, mass)
-            root = shard.reduce([nodes], [sequence])[0]
-            log_sum_exp = root.m + torch.log2(root.l)
-        count = self.codec.refined_of(state.held_end - state.sink)
-        at_once = max(1, SCORES_AT_ONCE // max(1, heads[0] * heads[2] * count * shard.ranks))
-        cuts = []
-        for first in range(0, heads[1], at_once):
-            rows = slice(first, first + at_once)
-            some = query.at(rows)
-            ranking = Ranking(some.scale.shape, count, None if log_sum_exp is None else log_sum_exp[:, rows], some.scale.device)
-            for records, valid, granules in state.granules(self.granules_at_once(some.scale.shape)):
-                ranking.add(self.codec.scan(some, *counted(some.scale.shape[1], records, valid)), granules)
-            cuts.append(ranking.cut(shard.gather(ranking.best)))
-        return Whole(log_sum_exp, torch.cat(cuts, dim=1))
-
     def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:
-        """How many granules to score together for queries [HK, n, G] with `cost` numbers per score."""
-        return max(1, SCORES_AT_ONCE // (math.prod(heads) * GRANULE_TOKENS * cost))
+        """How many granules to attend to together for queries [HK, n, G]: neither their scores, with `cost` numbers each, nor
+        what the codec rebuilds of their tokens is more than a block."""
+        of_a_token = max(math.prod(heads) * cost, heads[0] * self.codec.rebuilt)
+        return max(1, SCORES_AT_ONCE // (GRANULE_TOKENS * of_a_token))
 
     def exact_partial(self, query: torch.Tensor, rows: torch.Tensor) -> Partial:
         """Partial [HK, n, G] of queries [HK, n, G, D] over exact rows [2, HK, count, D], the last n of them their own."""
@@ -477,37 +385,6 @@ class PackedLayer:
             valid = (position <= position[count - n :, None])[None, None, :, None, :]
         k, v = rows.float().unsqueeze(1)
         return Partial(*attend_dense(query, k, v, valid)).rows(0)
-
-    # -- learning from the prompt
-
-    def calibrate(self, sequence: int, probes: list[Probe], prompt: Prompt | None = None) -> None:
-        """Let the codec compare its scores for the probes with true ones; prompt: the exact keys, if at hand."""
-        state = self.states[sequence]
-        probes = [probe for probe in probes if probe.sealed_end > state.sink]
-        for lesson in state.tuning.lessons if probes else ():
-            nodes = [self.lesson_nodes(state, lesson, probe, prompt) for probe in probes]
-            state.tuning.learn(lesson, self.cache.shard.reduce(nodes, [sequence] * len(probes)))
-
-    def lesson_nodes(self, state: SequenceState, lesson: str, probe: Probe, prompt: Prompt | None) -> Partial:
-        """This rank's tree nodes over what the sealed tokens show about one lesson."""
-        query, tuning = probe.query, state.tuning
-
-        def measure(records: torch.Tensor, valid: torch.Tensor, granules: list[int]) -> Partial:
-            exact = None if prompt is None else prompt.granule_keys(granules)
-            return self.codec.measure(lesson, query, tuning, records, valid, exact)
-
-        return self.nodes(state, (*query.shape[:3], tuning.width(lesson)), probe.sealed_end, measure, cost=query.shape[-1])
-
-
-def partials_at_once(elements: int) -> int:
-    """How many granules' partials, their outputs of so many elements each, live together."""
-    return max(LEAST_GRANULES_AT_ONCE, SMALL_PARTIALS // max(1, elements))
-
-
-def queries_at_once(elements: int) -> int:
-    """How many positions of a chunk, outputs of so many elements each, attend to sealed pages together: those of a block and
-    of its merge, and one per level of the tree live at a time."""
-    return max(1, PARTIALS_AT_ONCE // ((2 * LEAST_GRANULES_AT_ONCE + LEVELS) * elements))
 
 
 def base2(q: torch.Tensor, scaling: float) -> torch.Tensor:

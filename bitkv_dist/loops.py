@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import GRANULE_TOKENS
-from bitkv_dist.layer import PAGES_AT_ONCE, SCORES_AT_ONCE, PackedLayer
+from bitkv_dist.layer import PAGES_AT_ONCE, PackedLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,11 +119,6 @@ class LoopedLayer(PackedLayer):
         for (records, valid, granules), (anchors, _, same) in both:
             assert granules == same  # all loops seal, and make room, together
             yield torch.cat((records, anchors), dim=-1), valid, granules
-
-    def granules_at_once(self, heads: tuple[int, ...], cost: int = 1) -> int:
-        """So many that neither scores nor the keys and values that are rebuilt for them are more than a block."""
-        rebuilt = 2 * heads[0] * GRANULE_TOKENS * self.cache.heads.head_dim
-        return max(1, min(super().granules_at_once(heads, cost), SCORES_AT_ONCE // rebuilt))
 
 
 def batches(numbers: Sequence[int]) -> Iterator[list[int]]:

@@ -55,6 +55,12 @@ class SequenceState:
         self.probe_ends: list[int] = []
         self.probes: dict[int, torch.Tensor] = {}
 
+    @property
+    def bytes(self) -> int:
+        """Storage of all that it keeps, slack of preallocation included."""
+        kept = self.sealed.bytes + self.exact.untyped_storage().nbytes()
+        return kept if self.table is None else kept + self.table.bytes
+
     def sealed_at(self, length: int) -> int:
         """`sealed_end` of `length` tokens."""
         return sealed_end(self.config, length)

@@ -15,8 +15,23 @@ import torch
 from bitkv_dist.partial import Partial, empty, lane_width, tree
 
 LEVELS = 8  # of the tree, at most
+PARTIALS_AT_ONCE = 1 << 25  # elements of the outputs that a chunk of queries holds at a time, for granules and tree nodes
+LEAST_GRANULES_AT_ONCE = 16  # whose partials live together; more of them where a partial is small:
+SMALL_PARTIALS = 1 << 20  # elements
+SCORES_AT_ONCE = 1 << 23  # elements of a score tensor that the reference attention holds at a time
 
 Blocks = Callable[[int, int], Iterator[Partial]]  # (modulus, residue) -> partials of its granules here, in token order
+
+
+def partials_at_once(elements: int) -> int:
+    """How many granules' partials, their outputs of so many elements each, live together."""
+    return max(LEAST_GRANULES_AT_ONCE, SMALL_PARTIALS // max(1, elements))
+
+
+def queries_at_once(elements: int) -> int:
+    """How many positions of a chunk, outputs of so many elements each, attend to sealed pages together: those of a block and
+    of its merge, and one per level of the tree live at a time."""
+    return max(1, PARTIALS_AT_ONCE // ((2 * LEAST_GRANULES_AT_ONCE + LEVELS) * elements))
 
 
 def leaf_stride(granules: int, nodes: int, most: int) -> int:

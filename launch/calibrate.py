@@ -173,7 +173,7 @@ def _parser() -> shell.Parser:
     texts = {"nargs": "+", "action": "extend", "required": True, "metavar": "FILE"}
     parser.add_argument("--text", **texts, help="UTF-8, of the kind that the cache will hold")
     parser.add_argument("--output", type=shell.output_file, required=True, metavar="FILE.safetensors", help="what to write")
-    says = "tailored: weighted by received attention, unweighted, or threshold: two levels for each channel (weighted)"
+    says = "tailored: weighted by received attention, attended: by that of coded keys, unweighted, or threshold: two levels"
     parser.add_argument("--form", metavar="FORM", help=says)
     flags.add_field_flags(parser.add_argument_group("model"), _FIELDS)
     group = parser.add_argument_group("fitting")

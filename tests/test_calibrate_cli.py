@@ -123,7 +123,7 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     ("argv", "message"),
     [
         (("--codec", "planes"), "argument --codec: invalid choice: 'planes'"),
-        (("--form", "two-stage"), "form two-stage: codec tailored has weighted, unweighted, threshold; take one of these"),
+        (("--form", "two-stage"), "form two-stage: codec tailored has weighted, attended, unweighted, threshold"),
         (("--output", "x.bin"), "output 'x.bin': must end in .safetensors; add it"),
         (("--output", "no/such/x.safetensors"), "must be a file in an existing folder"),
         (("--text", "no.txt"), "prompt file 'no.txt': cannot be read (No such file or directory); give a text file"),

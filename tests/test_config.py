@@ -13,7 +13,9 @@ from bitkv_dist.config import CacheConfig, GenerateConfig, ParallelConfig, Refin
 from bitkv_dist.preset import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPECTED_PRESETS = ["1bit", "2bit", "4bit", "demo", "exact", "minmax2", "minmax4", "tiered2", "tiered4", "tiered4-2"]
+EXPECTED_PRESETS = [
+    "1bit", "2bit", "4bit", "demo", "exact", "heavy", "minmax2", "minmax4", "streaming", "tiered2", "tiered4", "tiered4-2",
+]  # fmt: skip
 
 
 def refusal(preset="4bit", **overrides) -> str:
@@ -81,7 +83,9 @@ def test_kv_bits_sets_both_and_scans_all():
 
 @pytest.mark.parametrize("preset", EXPECTED_PRESETS)
 def test_16_bits_mean_exact_on_every_preset(preset):
-    assert build(preset, {"cache.kv_bits": 16}).cache == CacheConfig(codec="exact", key_bits=16, value_bits=16)
+    before = build(preset, {}).cache
+    kept = {"eviction": before.eviction, "eviction_keep": before.eviction_keep}  # what a bounded cache keeps is exact
+    assert build(preset, {"cache.kv_bits": 16}).cache == CacheConfig(codec="exact", key_bits=16, value_bits=16, **kept)
 
 
 @pytest.mark.parametrize("preset", EXPECTED_PRESETS)
@@ -126,7 +130,7 @@ def test_overrides_reach_nested_fields():
         ({"cache.scan_bits": 0}, ("cache.scan_bits 0",)),
         ({"cache.scan_bits": 5}, ("cache.scan_bits 5", "between 1 and 4")),
         ({"cache.refine.value": 0.1}, ("cache.refine", "nothing is left to refine", "set scan_bits below 4")),
-        ({"cache.codec": "minmax", "cache.scan_bits": 1}, ("cache.scan_bits 1", "only codec planes reads it")),
+        ({"cache.codec": "minmax", "cache.scan_bits": 1}, ("cache.scan_bits 1", "only codec planes, tailored reads it")),
         ({"cache.codec": "minmax", "cache.correction": False}, ("cache.correction False", "only codec planes")),
         ({"cache.key_group_tokens": 64}, ("cache.key_group_tokens 64", "only codec minmax reads it")),
         ({"cache.codec": "minmax", "cache.key_group_tokens": 48}, ("cache.key_group_tokens 48",)),

@@ -10,9 +10,11 @@ import pytest
 import simulated
 import tiny
 import torch
+from ranks import run_ranks
 
 from bitkv_dist import layer as layers
 from bitkv_dist import model as models
+from bitkv_dist import subtree
 from bitkv_dist.cache import PackedCache, Step
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
@@ -130,7 +132,7 @@ def test_masses_are_those_of_the_exact_softmax(chunk):
     wanted = torch.zeros(table.mass.shape)
     starts = range(0, tokens, chunk)
     for start in starts:  # a chunk sees what is sealed before it
-        end = int(layer.sealed_ends(start, start + 1))
+        end = int(layer.evictor.sealed_ends(start, start + 1))
         for slot, page in enumerate(table.pages[:, 0].tolist()):
             if (page + 1) * P <= end:
                 wanted[slot] += weight[:, :, start : start + chunk, page * P : (page + 1) * P].sum((1, 2, 3))
@@ -158,8 +160,8 @@ def test_a_prompts_masses_are_those_of_every_eighth_query():
 def test_masses_are_the_same_when_granules_are_walked_node_by_node(monkeypatch, queries):
     """One partial at a time, in the tree's order, for all positions of a chunk or for some of them at a time."""
     whole, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
-    monkeypatch.setattr(layers, "LEAST_GRANULES_AT_ONCE", 1)
-    monkeypatch.setattr(layers, "SMALL_PARTIALS", 0)
+    monkeypatch.setattr(subtree, "LEAST_GRANULES_AT_ONCE", 1)
+    monkeypatch.setattr(subtree, "SMALL_PARTIALS", 0)
     monkeypatch.setattr(layers, "queries_at_once", lambda elements: queries)
     walked, _, _ = filled(config("tiered4", keep=100.0 * P), 52 * P, chunk=300)
     tables = [held.layers[0].states[0].table for held in (whole, walked)]
@@ -272,6 +274,20 @@ def test_one_answer_whatever_the_number_of_ranks(model, books, depth, rule, pref
     kept = wanted["kv"]["eviction"]
     assert kept["rule"] == rule and kept["keep"] == 0.4 and 0.4 <= kept["kept_share_of_sealed"] < 0.5
     assert kept["evicted_tokens"] > 500
+
+
+def rules(mesh, folder) -> dict[str, dict]:
+    """A run by each rule, of the tokens and of the sealed bytes that are its answer."""
+    found = {rule: run(mesh, folder, config("tiered4", rule, 0.4)) for rule in ("window", "heavy")}
+    return {rule: {name: answer[name] for name in ("tokens", "digest")} for rule, answer in found.items()}
+
+
+def test_two_gloo_ranks_answer_as_one(model):
+    """Masses and pages travel through real process groups."""
+    (alone,) = simulated.run(1, rules, model)
+    assert alone["window"]["digest"] != alone["heavy"]["digest"]
+    for found in run_ranks(2, rules, model):
+        assert found == alone
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from bitkv_dist.fit import attended as attention
 from bitkv_dist.fit import books as fits
 from bitkv_dist.fit.books import Fit, Tokens, fit_layer
 from bitkv_dist.fit.importance import importance, weights
@@ -51,6 +52,33 @@ def test_it_is_what_an_error_of_one_channel_costs():
     wanted = scores.sum() / (2 * 48 * 49 / 2)
     torch.testing.assert_close(importance(window.q, rope.inv_freq)[0, channel], wanted, rtol=1e-3, atol=0)
     torch.testing.assert_close(unturned(rope, turned(rope, window.k)), window.k, atol=1e-4, rtol=1e-4)
+
+
+def test_attended_channels_are_those_whose_errors_change_outputs(monkeypatch):
+    """Against outputs themselves: a small error in one channel of one coded key at a time, before RoPE, in double precision."""
+    monkeypatch.setattr(attention, "SINK", 4)
+    monkeypatch.setattr(attention, "RECENT", 6)
+    monkeypatch.setattr(attention, "STRIDE", 1)
+    window, rope = calibrations.window(1, 24, DIM, seed=4), calibrations.rope_of(DIM)
+    n = window.taught
+    q = turned(rope, window.q[0])[:, :n].double() * window.scaling
+    seen = torch.ones(n, n).tril().bool()
+
+    def outputs(k: torch.Tensor) -> torch.Tensor:
+        k = turned(rope, k[None])[0, :n].double()
+        return torch.where(seen, q @ k.T, -torch.inf).softmax(-1) @ window.v[0, :n].double()
+
+    wanted, step = torch.zeros(DIM, dtype=torch.float64), 2e-3
+    for token in range(4, n):
+        for channel in range(DIM):
+            k = window.k[0].clone()
+            k[token, channel] += step
+            lower = window.k[0].clone()
+            lower[token, channel] -= step
+            moved = ((outputs(k) - outputs(lower)) / (2 * step))[:, token + 6 :]  # queries that read it by code
+            wanted[channel] += moved[:, :].square().sum()
+    found = attention.attended(window, rope)[0].double() * window.scaling**2
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=1e-4 * wanted.max().item())
 
 
 def test_weights_are_one_in_the_mean_square():
@@ -175,7 +203,7 @@ def test_weighted_books_serve_scores_better():
     """Scores of held-out queries: the books know which channels are looked at, on data where a quarter is loud."""
     windows, rope = [calibrations.window(2, 2048, 32)], calibrations.rope_of(32)
     errors = {}
-    for form in ("weighted", "unweighted", "threshold"):
+    for form in ("weighted", "attended", "unweighted", "threshold"):
         found, lost = fit_layer(windows, rope, Fit("tailored", form, 1536, 3))
         weight, k = found["K.weight"], windows[0].k
         scale = (k * weight[:, None]).square().mean((0, 2)).sqrt()
@@ -185,6 +213,7 @@ def test_weighted_books_serve_scores_better():
         assert 0 < lost["K.taught"] <= 1.05 * lost["K.held_out"] and 0 < lost["V.taught"] <= 1.05 * lost["V.held_out"]
         assert found["K.weighted"].tolist() == ([0, 0] if form == "unweighted" else [1, 1])
     assert errors["weighted"] < 0.8 * errors["unweighted"] and errors["weighted"] < errors["threshold"]
+    assert errors["weighted"] < errors["attended"] < 0.9 * errors["unweighted"]
 
 
 def test_lost_energy_is_alike_in_a_pair():

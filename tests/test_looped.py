@@ -24,7 +24,6 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.trace import trace
 from bitkv_dist.fit.straight_through import straight_through
 from bitkv_dist.launch import evaluate, generate
-from bitkv_dist.layer import SCORES_AT_ONCE
 from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.plan.memory import Job, every_rank
 from bitkv_dist.plan.models import from_config
@@ -33,6 +32,7 @@ from bitkv_dist.snapshot.folder import find
 from bitkv_dist.snapshot.load import load
 from bitkv_dist.snapshot.manifest import Manifest
 from bitkv_dist.snapshot.save import save
+from bitkv_dist.subtree import SCORES_AT_ONCE
 
 CPU = torch.device("cpu")
 WINDOW = {"page_tokens": 64, "sink_tokens": 64, "recent_tokens": 32}

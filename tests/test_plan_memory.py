@@ -31,6 +31,8 @@ CODECS = {
     "tiered": {"scan_bits": 1, "sink_tokens": 600},
     "minmax": {"codec": "minmax", "key_bits": 4, "value_bits": 2},
     "exact": {"codec": "exact", "key_bits": 16, "value_bits": 16, "sink_tokens": 0},
+    "window": {"eviction": "window", "eviction_keep": 700.0},
+    "heavy": {"eviction": "heavy", "eviction_keep": 0.4},
 }
 LENGTHS, NEW = [1700, 1700, 1700], 5
 
@@ -89,7 +91,8 @@ def folder(tmp_path_factory):
 
 
 def run(mesh, folder, cache: dict):
-    """An engine run, and what is alive after it: (weights, sealed slabs, exact rows, slack, bits read per sealed element)."""
+    """An engine run, and what is alive after it: (weights, sealed slabs, exact rows, slack, page tables, bits read per sealed
+    element)."""
     served = model.load(str(folder), dtype=torch.float32, device=CPU, ranks=mesh)
     generate = GenerateConfig(max_new_tokens=NEW, ignore_eos=True)
     engine = Engine(served, CacheConfig(**SMALL | cache), mesh, generate)
@@ -100,7 +103,8 @@ def run(mesh, folder, cache: dict):
     exact = sum(state.exact.numel() * state.exact.element_size() for _, state in states)
     sealed = sum(len(list(state.pages())) * layer.codec.record_bytes * engine.heads.kv_heads for layer, state in states)
     read = cache_report(engine)["read_bits_per_element"]
-    return weights, slabs, exact, slabs - sealed, read
+    tables = sum(state.table.bytes for _, state in states if state.table is not None)
+    return weights, slabs, exact, slabs - sealed, tables, read
 
 
 def planned_job(folder, cache: dict, **changed) -> Job:
@@ -116,8 +120,8 @@ def test_bytes_are_those_of_a_run(folder, codec, size):
     """Every class of live tensors, of every rank, to the byte."""
     everyone = simulated.run(size, run, folder, CODECS[codec])
     planned = every_rank(planned_job(folder, CODECS[codec]), 1, size)
-    for (weights, slabs, exact, slack, _), plan in zip(everyone, planned, strict=True):
-        assert (weights, slabs, exact, slack) == (plan.weights, plan.cache, plan.exact, plan.slack)
+    for (weights, slabs, exact, slack, tables, _), plan in zip(everyone, planned, strict=True):
+        assert (weights, slabs, exact, slack, tables) == (plan.weights, plan.cache, plan.exact, plan.slack, plan.tables)
 
 
 SPLIT = [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {}), ("phi3", {"pad_token_id": 0})]  # qwen3: tied
@@ -132,7 +136,7 @@ def test_bytes_are_those_of_ranks_that_share_weights(tmp_path, architecture, spe
     folder = tiny.save(tmp_path, architecture, **special)
     everyone = simulated.run(tp * sp, run, folder, CODECS["4bit"], tp=tp, layout=layout)
     planned = every_rank(planned_job(folder, CODECS["4bit"], layout=layout), tp, sp)
-    for rank, (weights, slabs, exact, slack, _) in enumerate(everyone):
+    for rank, (weights, slabs, exact, slack, *_) in enumerate(everyone):
         plan = planned[rank // tp]
         assert (weights, slabs, exact, slack) == (plan.weights, plan.cache, plan.exact, plan.slack)
 
@@ -159,16 +163,17 @@ def test_shares_are_those_of_the_placement(size, batch):
 BENCHMARK = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))
 
 
-def live_peak(folder, tokens: int, **generate) -> tuple[int, memory.RankBytes]:
+def live_peak(folder, tokens: int, cache: CacheConfig | None = None, **generate) -> tuple[int, memory.RankBytes]:
     """(peak of all live tensors, temporaries too; what the planner says) of reading so many tokens."""
     new, live = BENCHMARK["NEW_TOKENS"], BENCHMARK["Live"]()
     served = model.load(BENCHMARK["random_model"](folder / str(tokens), tokens), dtype=torch.float32, device=CPU)
     (mesh,) = simulated.run(1, lambda mesh: mesh)
-    engine = Engine(served, CacheConfig(), mesh, GenerateConfig(max_new_tokens=new, ignore_eos=True, **generate))
+    cache = cache or CacheConfig()
+    engine = Engine(served, cache, mesh, GenerateConfig(max_new_tokens=new, ignore_eos=True, **generate))
     with live:
         engine.generate([[7919 * i % 256 for i in range(tokens)]])
     shape = from_config("random", served.config, served.head_dim, served.max_positions)
-    planned = memory.rank_bytes(Job(shape, CacheConfig(), tokens + new, dtype=torch.float32, **generate), 1, 1)
+    planned = memory.rank_bytes(Job(shape, cache, tokens + new, dtype=torch.float32, **generate), 1, 1)
     return live.peak + planned.weights, planned
 
 
@@ -178,10 +183,18 @@ def test_an_exact_prefill_peaks_where_planned(tmp_path):
     assert measured < planned.total - memory.SPARE_WORKSPACE_BYTES < 1.15 * measured
 
 
+def test_an_exact_prefill_that_counts_attention_peaks_where_planned(tmp_path):
+    """With the scores of every eighth query, and less memory for pages: what is planned without them is too little."""
+    heavy = CacheConfig(eviction="heavy", eviction_keep=0.25)
+    measured, planned = live_peak(tmp_path, 8192, heavy)
+    print(measured, planned)
+    assert measured < planned.total - memory.SPARE_WORKSPACE_BYTES < 1.15 * measured
+
+
 def test_a_packed_prefill_peaks_at_the_same_height(tmp_path, monkeypatch):
     """Twice the prompt takes the packed pages of the second half more, and a few partials for one more level of the tree."""
-    monkeypatch.setattr("bitkv_dist.layer.LEAST_GRANULES_AT_ONCE", 2)
-    monkeypatch.setattr("bitkv_dist.layer.SMALL_PARTIALS", 0)
+    monkeypatch.setattr("bitkv_dist.subtree.LEAST_GRANULES_AT_ONCE", 2)
+    monkeypatch.setattr("bitkv_dist.subtree.SMALL_PARTIALS", 0)
     peaks = {}
     for tokens in (4096, 8192):
         measured, planned = live_peak(tmp_path, tokens, prefill="packed")

@@ -234,7 +234,7 @@ def test_what_the_configuration_refuses(files, tmp_path):
     )
     assert "cannot be read (No such file or directory)" in refusal(tailored | {"cache.calibration": str(tmp_path / "no")})
     assert "parallel.tp 2" in (message := refusal(tailored | {"parallel.tp": 2})) and "take tp 1 and sp 2" in message
-    assert "cache.key_bits 4: codec tailored stores 1" in refusal(tailored | {"cache.key_bits": 4})
+    assert "cache.key_bits 8: codec tailored stores 1, 2, 3, 4" in refusal(tailored | {"cache.key_bits": 8})
     digest = build("tiered4", tailored).cache.calibration_digest
     assert len(digest) == 16
     assert "calibration_digest 'x': the file has" in refusal(tailored | {"cache.calibration_digest": "x"})

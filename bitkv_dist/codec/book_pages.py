@@ -49,6 +49,11 @@ class BookCodec(DenseAttention):
         self.layout = RecordLayout(("page", torch.int32, (1,)), *codes, *fields)
         self.record_bytes = self.layout.bytes
 
+    @property
+    def rebuilt(self) -> int:
+        """As of other dense codecs, and the bits and numbers of words."""
+        return 8 * self.heads.head_dim
+
     def encode(self, k: torch.Tensor, v: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
         numbers = page_numbers(pages, k.device)
         k, fields = self.split(self.rope.undo(k.float(), numbers))

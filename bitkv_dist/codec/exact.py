@@ -22,6 +22,11 @@ class DenseAttention:
     fused = takes_tables = positional = joined = False
     book_bytes = 0
 
+    @property
+    def rebuilt(self) -> int:
+        """Keys and values, their copies by head, and what decoding them takes."""
+        return 5 * self.heads.head_dim
+
     def tuning(self) -> None:
         return None
 

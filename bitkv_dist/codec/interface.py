@@ -54,6 +54,7 @@ class Codec(Protocol):
     positional: bool  # whether keys are coded before RoPE: `encode` then also takes the pages' global indices, a list
     book_bytes: int  # codebooks that all pages share
     joined: bool  # whether the records of a page's KV heads need each other
+    rebuilt: int  # fp32 numbers that `attend` holds of each token and KV head, beside scores; 0: it reads records as they lie
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D] in the model's dtype, finite -> uint8 [pages, HK, record_bytes]. See LoopedCodec for the one
@@ -115,6 +116,7 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
     from bitkv_dist.codec.residual import ResidualCodec
     from bitkv_dist.codec.tailored import TailoredCodec
+    from bitkv_dist.codec.worded import WordedCodec
 
     if config.codec == "looped":
         if layer != anchor_of(layer, heads):
@@ -125,5 +127,6 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
-    codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "tailored": TailoredCodec, "residual": ResidualCodec}
+    codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
+    codecs["tailored"] = WordedCodec if config.refines else TailoredCodec
     return (codecs | {"planes": planes})[config.codec](config, heads, layer)

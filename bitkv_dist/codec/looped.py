@@ -57,6 +57,11 @@ class LoopedCodec(DenseAttention):
         self.record_bytes = self.layout.bytes
         self.variance = 0.5 * math.log(2) * self.residual.noise[config.key_bits, config.key_bits]
 
+    @property
+    def rebuilt(self) -> int:
+        """Twice the channels of other dense codecs."""
+        return 10 * self.heads.head_dim
+
     def encode(self, k: torch.Tensor, v: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """k, v [pages, HK, P, D], anchors uint8 [pages, HK, anchor's bytes] -> uint8 [pages, HK, record_bytes]."""
         left, fields = [], {}

@@ -58,6 +58,11 @@ class PlanesCodec:
         self.selection = make_selection(config, heads.device)
         self.chooses_globally = config.refines and config.refine.scope == "global"
 
+    @property
+    def rebuilt(self) -> int:
+        """Planes as numbers, both depths of both sides."""
+        return 9 * self.heads.head_dim
+
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         records = torch.zeros(*k.shape[:2], self.record_bytes, dtype=torch.uint8, device=k.device)
         for side, x in (("K", k), ("V", v)):

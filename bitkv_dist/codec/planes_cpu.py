@@ -38,6 +38,10 @@ class PlanesCodecCpu(PlanesCodec):
             full_noise=noise * self.noise[config.key_bits, config.key_bits],
         )
 
+    @property
+    def rebuilt(self) -> int:
+        return super().rebuilt if self.unserved else 0
+
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self.kernels.encode(self.native_layout, k, v, self.signs["K"], self.signs["V"], self.config.score == "unbiased")
 

@@ -149,6 +149,9 @@ class Reading:
         """What enters the softmax."""
         if self.scannable:
             return self.entering(correct=True)
+        if hasattr(self.codec, "entering"):
+            words, left = self.codec.parts(self.records)
+            return self.sealed_of(self.codec.entering(self.query, words[0], left[0], self.records, self.valid)[0])
         query, k = self.codec.scored(self.query, self.vectors("K").unsqueeze(0), self.page_records.unsqueeze(0))
         return (query.flatten(1, 2) @ k[0].transpose(-1, -2)).unflatten(1, query.shape[1:3])
 

@@ -9,6 +9,7 @@ import torch
 
 from bitkv_dist.codec.books import LIMIT, Books
 from bitkv_dist.codec.rope import Rope, channel_pairs
+from bitkv_dist.fit.attended import attended, tempered
 from bitkv_dist.fit.importance import importance, weights
 from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import group_channels
@@ -93,10 +94,13 @@ def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fi
     even = torch.ones(heads, dim)
     if how.form == "unweighted":
         return even, torch.zeros(heads, dtype=torch.uint8)
-    taught = [window.q[:, :, : window.taught] for window in windows]
-    count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
-    diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
-    received = weights(diagonal)
+    if how.form == "attended":
+        received = tempered(weights(sum(attended(window, rope) for window in windows)))
+    else:
+        taught = [window.q[:, :, : window.taught] for window in windows]
+        count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
+        diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
+        received = weights(diagonal)
     if how.form == "threshold":  # a channel's own weight does not move its threshold; scales are taken of weighted keys
         return received, torch.ones(heads, dtype=torch.uint8)
     trial = Fit(how.codec, how.form, TRIAL["vectors"], TRIAL["iterations"], how.seed)

@@ -15,14 +15,15 @@ from bitkv_dist.cache import reserved_granules
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
 from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
-from bitkv_dist.layer import SCORES_AT_ONCE, partials_at_once, queries_at_once
+from bitkv_dist.eviction import STRIDE
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes
 from bitkv_dist.sequence import exact_rows, held_end
 from bitkv_dist.split import Split
-from bitkv_dist.subtree import leaf_stride
+from bitkv_dist.subtree import SCORES_AT_ONCE, leaf_stride, partials_at_once, queries_at_once
 
 FLOAT32_BYTES = 4
+INT64_BYTES = 8
 # Rule mass refines what it takes: 31 % and 44 % of the tokens for 0.80 and 0.90 where it was measured (benchmarks/NOTES.md).
 MASS_SHARE = 0.5
 # What the libraries take at their first call, in code and buffers, and the allocator between tensors: measured on CPU by
@@ -75,7 +76,8 @@ class Job:
 @dataclass(frozen=True)
 class RankBytes:
     """What one rank allocates. `slack`: the part of `cache` that holds no sealed page. `prefill_peak`: what comes on top of
-    the rest while a prompt of the whole context is read. `books`: codebooks of calibrated codecs."""
+    the rest while a prompt of the whole context is read. `books`: codebooks of calibrated codecs. `tables`: page tables of a
+    bounded cache, in the host's memory."""
 
     weights: int
     cache: int
@@ -83,10 +85,11 @@ class RankBytes:
     prefill_peak: int
     slack: int
     books: int = 0
+    tables: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.exact + self.prefill_peak + self.books
+        return self.weights + self.cache + self.exact + self.prefill_peak + self.books + self.tables
 
 
 @cache
@@ -108,13 +111,13 @@ def packed_page(
 
 def layer_page(config: CacheConfig, head_dim: int, dtype: torch.dtype, kv_heads: int, layer: int = 0) -> PageBytes:
     codec = make_codec(config, HeadShape(1, 0, kv_heads if config.calibration else 1, head_dim, dtype), layer)
-    if config.codec != "planes":
+    if config.codec != "planes" and not config.refines:
         return PageBytes(codec.record_bytes, codec.record_bytes, codec.book_bytes)
-    bits = codec.count_reads(1, 1, 0).bits
+    scanned = codec.count_reads(1, 1, 0).bits
+    bits = scanned / codec.heads.kv_heads
     if config.refines:
-        token_bits = codec.count_reads(1, 1, 1).bits - bits
-        bits += refined_share(config) * config.page_tokens * token_bits
-    return PageBytes(codec.record_bytes, bits / 8)
+        bits += refined_share(config) * config.page_tokens * (codec.count_reads(1, 1, 1).bits - scanned)
+    return PageBytes(codec.record_bytes, bits / 8, codec.book_bytes)
 
 
 def looped_page(config: CacheConfig, heads: HeadShape) -> PageBytes:
@@ -155,12 +158,22 @@ def every_rank(job: Job, tp: int, sp: int) -> list[RankBytes]:
     reserved = shares(job, sp, reserved_granules(config, job.context) * GRANULE_TOKENS)
     sealed = sealed_shares(job, sp)
     books = job.page_bytes.books * heads // shape.kv_heads
+    tables = job.batch * shape.layers * heads * table_bytes(job)
     found = []
     for rank, prompt in enumerate(shares(job, sp, job.context)):
         cache = reserved[rank] // GRANULE_TOKENS * granule
         slack = cache - sealed[rank] // config.page_tokens * heads * job.page_bytes.stored
-        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, books))
+        found.append(RankBytes(weights, cache, exact, prefill_peak(job, tp, sp, prompt), slack, books, tables))
     return found
+
+
+def table_bytes(job: Job) -> int:
+    """Of one sequence, layer and KV head (eviction.PageTable): page, mass and queries of every slot, on every rank all of
+    them."""
+    config = job.config
+    if config.eviction == "none":
+        return 0
+    return (held_end(config, job.context) - config.sink_rounded) // config.page_tokens * 3 * INT64_BYTES
 
 
 def sealed_shares(job: Job, sp: int) -> list[int]:
@@ -233,13 +246,26 @@ def exact_workspace(job: Job, tp: int, sp: int) -> int:
     shape, element, split = job.shape, job.dtype.itemsize, job.split(tp, sp)
     row = 2 * len(split.kv_heads(shape.kv_heads)) * shape.head_dim * element
     gathered = 2 * sp * shape.hidden * element if split.helix else 0
-    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row + gathered) + SPARE_WORKSPACE_BYTES
+    watched = watched_bytes(job, tp) if job.config.eviction == "heavy" else 0
+    return job.chunk * (layer_row_bytes(job, tp) + (sp + 2) * row + gathered) + watched + SPARE_WORKSPACE_BYTES
+
+
+def watched_bytes(job: Job, tp: int) -> int:
+    """What eviction by received attention takes in a layer of an exact prefill (eviction.prompt_mass): a chunk's queries and
+    one head's keys in fp32, scores of some of these queries, a few times over, and what every page has received."""
+    shape, split = job.shape, job.split(tp, 1)
+    heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
+    row = heads // kv_heads * job.context
+    scores = max(row, min(SCORES_AT_ONCE, row * (job.chunk // STRIDE)))
+    keys = 0 if job.dtype == torch.float32 else job.context * shape.head_dim
+    received = job.batch * kv_heads * (job.context // job.config.page_tokens) * INT64_BYTES
+    return FLOAT32_BYTES * (2 * job.chunk * heads * shape.head_dim + keys + 4 * scores) + received
 
 
 def packed_workspace(job: Job, tp: int, sp: int) -> int:
     """Temporaries of a chunk in a decoder layer, and of its attention: to exact tokens, then to sealed ones, where the partials
     of some of this rank's granules are joined and merged, beside those of the tree's levels (subtree.py). Plain torch also
-    holds scores, compiled kernels do not."""
+    holds a block of scores and of what it rebuilds of their tokens, compiled kernels do not."""
     shape, split = job.shape, job.split(tp, sp)
     heads, kv_heads = len(split.heads(shape.heads, shape.kv_heads)), len(split.kv_heads(shape.kv_heads))
     granules = -(-held_end(job.config, job.context) // GRANULE_TOKENS) or 1
@@ -249,7 +275,7 @@ def packed_workspace(job: Job, tp: int, sp: int) -> int:
     partials = (2 * min(-(-granules // sp), most) + levels + nodes) * queries * heads * (shape.head_dim + 2)
     if job.config.eviction == "heavy":  # what each page, and peak each granule, has of every query, until all are known
         partials += -(-granules // sp) * (GRANULE_TOKENS // job.config.page_tokens + 1) * job.chunk * heads
-    scores = 4 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
+    scores = 5 * min(SCORES_AT_ONCE, job.chunk * heads * job.context) if job.plain else 0
     rows = exact_rows(job.config) + job.chunk
     dense = 2 * rows * kv_heads * shape.head_dim + 3 * heads * job.chunk * rows
     return job.chunk * layer_row_bytes(job, tp) + FLOAT32_BYTES * max(dense, partials + scores) + PACKED_SPARE_BYTES

@@ -51,7 +51,7 @@ def save(
     mesh = engine.mesh
     for layer in engine.cache.layers:
         for sequence in range(engine.cache.sequences):
-            layer.settle_masses(sequence)
+            layer.evictor.settle(layer.states[sequence], sequence)
     replacement = Replacement(Path(mesh.broadcast(str(folder.expanduser().resolve()))))
     writer = _Writer(engine, replacement, before)
     what = f"{what} {folder}: nothing was saved, what was there is unchanged"
