@@ -35,8 +35,8 @@ import torch
 import triton as language
 from aot_machine import TARGETS, Code, compiling, tensor_core
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.planes import page_layout
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import triton
 from bitkv_dist.kernels.triton import tables
 

@@ -28,7 +28,8 @@ from prefill_memory import Live, resident_bytes, storages
 from streaming import stream_gb_s
 
 from bitkv_dist.cache import Step
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, ParallelConfig, build
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.config import ParallelConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.heartbeat import Heart, Pulse

@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 from streaming import stream_gb_s
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import Partial, lane_width

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bitkv_dist import attention
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.decoder import Decoder, unserved
 from bitkv_dist.engine import Engine
 from bitkv_dist.layer import PackedLayer

@@ -19,9 +19,9 @@ ARGS = gpu_device.arguments(__doc__, dim={"type": int, "help": "this head dim al
 
 import torch  # noqa: E402
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
 from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
 from bitkv_dist.codec.planes import PlanesCodec  # noqa: E402
-from bitkv_dist.config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
 from bitkv_dist.kernels import dispatch, prefill, reference  # noqa: E402
 from bitkv_dist.partial import Partial, fill_lanes, merge, reduce_lanes, tree  # noqa: E402
 from bitkv_dist.rotation import layer_signs  # noqa: E402

@@ -23,8 +23,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
 from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
-from bitkv_dist.config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
 from bitkv_dist.partial import empty  # noqa: E402
 
 DEVICE = gpu_device.device_of(ARGS.dry_run)

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from bitkv_dist import attention  # noqa: E402
 from bitkv_dist.cache import PackedCache  # noqa: E402
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig, ParallelConfig, RefineConfig  # noqa: E402
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig  # noqa: E402
+from bitkv_dist.config import GenerateConfig, ParallelConfig  # noqa: E402
 from bitkv_dist.engine import Engine  # noqa: E402
 from bitkv_dist.graph import CudaGraphs  # noqa: E402
 from bitkv_dist.model import ServedModel  # noqa: E402

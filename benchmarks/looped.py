@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from bitkv_dist import model as served_models
 from bitkv_dist import ouro
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.exact import ExactCodec
 from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.codec.looped import LoopedCodec, anchor_of
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.evaluate.perplexity import exact_like, head_shape
 from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.prefill import causal_attention

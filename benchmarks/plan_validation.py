@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.plan import latency
 from bitkv_dist.plan.machines import GPUS, NODE_LINKS, join
 from bitkv_dist.plan.memory import Job, dense_page

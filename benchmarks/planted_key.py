@@ -28,9 +28,10 @@ import torch
 import yaml
 
 from bitkv_dist import model
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec import planes
 from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.evaluate.trace import Trace, trace
 from bitkv_dist.kernels import dispatch, reference
 from bitkv_dist.layer import base2

@@ -21,11 +21,12 @@ import torch
 
 from bitkv_dist import checkpoint, text
 from bitkv_dist import model as models
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.calibrated import read_origin
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.tailored import TailoredCodec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.evaluate.perplexity import head_shape
 from bitkv_dist.evaluate.trace import Trace, trace
 from bitkv_dist.kernels import reference

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel import roll
 from bitkv_dist.parallel.digest import as_int64, config_digest, digest64, layer_digests, odd_ones, whole

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer, digest
 from bitkv_dist.loops import looped_layers

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.partial import Partial
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import torch
 
 from bitkv_dist import agreement, placement, prefill
 from bitkv_dist.cache import PackedCache, Shard, Step
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.model import ServedModel

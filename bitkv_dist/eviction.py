@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels.reference import exp2, fold_sum
 from bitkv_dist.partial import Partial, merge
 from bitkv_dist.subtree import SCORES_AT_ONCE

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.calibration import Probe, calibrate, chunk_probes, probe_ends, prompt_probes
 from bitkv_dist.codec.interface import make_codec
-from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.eviction import Evictor, Watched
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.prefill import causal_attention

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from bitkv_dist.config import LANES
+from bitkv_dist.cache_config import LANES
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.reference import exp2
 

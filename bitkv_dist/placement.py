@@ -6,7 +6,7 @@ residue g mod V, which rank (residue + b) mod N computes as one node of the merg
 
 from __future__ import annotations
 
-from bitkv_dist.config import LANES
+from bitkv_dist.cache_config import LANES
 
 
 def residue_count(ranks: int) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.placement import owned_granules, owner
 
 if TYPE_CHECKING:

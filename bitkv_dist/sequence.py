@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.tuning import Tuning
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.eviction import PageTable
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import lane_width

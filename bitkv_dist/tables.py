@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.partial import lane_width
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from bitkv_dist import checkpoint
 from bitkv_dist import model as models
+from bitkv_dist.cache_config import CALIBRATED, CacheConfig
 from bitkv_dist.calibrated import Origin, read_origin
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CALIBRATED, CacheConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.evaluate import perplexity
 from bitkv_dist.evaluate.ledger import Ledger
 from bitkv_dist.launch.display import Bar

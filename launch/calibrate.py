@@ -14,8 +14,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitkv_dist.cache_config import CALIBRATED
 from bitkv_dist.calibrated import FORMS
-from bitkv_dist.config import CALIBRATED, RunConfig, build
+from bitkv_dist.config import RunConfig, build
 from bitkv_dist.launch import flags, shell
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
     import torch
 
     from bitkv_dist import model as models
+    from bitkv_dist.cache_config import GRANULE_TOKENS
     from bitkv_dist.calibrated import VERSION, Origin
     from bitkv_dist.codec.codebooks import save
-    from bitkv_dist.config import GRANULE_TOKENS
     from bitkv_dist.fit.books import Fit, fit_layer
     from bitkv_dist.fit.sample import rope_of, walk
 

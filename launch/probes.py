@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.parallel import links, roll
 from bitkv_dist.parallel.digest import combine, digest64, odd_ones

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.evaluate.sensitivity import Raise
 
 Row = dict[str, Any]

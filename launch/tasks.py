@@ -6,7 +6,7 @@ import itertools
 from dataclasses import asdict
 from pathlib import Path
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate import drift as drifts
 from bitkv_dist.evaluate import perplexity

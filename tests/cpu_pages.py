@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.planes import NOISE, page_layout
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import cpu, reference
 from bitkv_dist.rotation import layer_signs
 

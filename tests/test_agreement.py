@@ -13,7 +13,7 @@ LAYERS = 3
 def disagreements(mesh):
     """What each of three ranks concludes: all equal; other seed, kernels on rank 2; model on rank 1; a flipped word."""
     from bitkv_dist.agreement import compare, require
-    from bitkv_dist.config import CacheConfig
+    from bitkv_dist.cache_config import CacheConfig
     from bitkv_dist.kernels import dispatch
 
     rank = mesh.world.rank

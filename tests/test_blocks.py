@@ -9,8 +9,8 @@ import torch
 
 from bitkv_dist import layer as layers
 from bitkv_dist.cache import PackedCache
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import dispatch
 
 HK, G, D, P, GRANULES = 2, 2, 32, 128, 48

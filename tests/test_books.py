@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.calibrated import KEY, read_origin
 from bitkv_dist.codec import codebooks
 from bitkv_dist.codec.books import LIMIT, Books, first_largest, nearest
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.plan.memory import Job, rank_bytes
 from bitkv_dist.plan.models import MODELS
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bitkv_dist import placement
 from bitkv_dist.cache import PackedCache, Shard, Step
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig, RefineConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.parallel.exchange import combine
 

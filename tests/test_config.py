@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bitkv_dist import config
-from bitkv_dist.config import CacheConfig, GenerateConfig, ParallelConfig, RefineConfig, build
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.preset import preset_names
 
 ROOT = Path(__file__).resolve().parent.parent

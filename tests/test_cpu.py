@@ -9,8 +9,8 @@ import pytest
 import torch
 from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.planes import NOISE
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import cpu, reference
 from bitkv_dist.partial import Partial, merge
 

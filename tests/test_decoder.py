@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model
 from bitkv_dist.cache import Step
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu import dense

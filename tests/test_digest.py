@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.parallel.digest import as_int64, combine, config_digest, digest64, layer_digests, odd_ones, whole
 
 CONFIG = CacheConfig()

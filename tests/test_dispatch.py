@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.planes_cpu import PlanesCodecCpu
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import cpu, dispatch
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))

@@ -14,7 +14,8 @@ def followed(mesh, folder):
     import tiny
 
     from bitkv_dist import model
-    from bitkv_dist.config import CacheConfig, GenerateConfig
+    from bitkv_dist.cache_config import CacheConfig
+    from bitkv_dist.config import GenerateConfig
     from bitkv_dist.engine import Engine
 
     class Watched(Engine):

@@ -9,8 +9,9 @@ import tiny
 import torch
 
 from bitkv_dist import model as models
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import make_codec
-from bitkv_dist.config import CacheConfig, RefineConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.schedule import LayerConfig

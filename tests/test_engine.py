@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ from bitkv_dist import layer as layers
 from bitkv_dist import model as models
 from bitkv_dist import subtree
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.eviction import UNIT, PageTable, prompt_mass, prompt_seen
 from bitkv_dist.kernels import dispatch

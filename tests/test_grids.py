@@ -13,7 +13,8 @@ from ranks import run_ranks
 from tiny import prompt, save
 
 from bitkv_dist import model as models
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 
 PROMPTS = [prompt(600), prompt(3)]

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bitkv_dist import model as models
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.looped import LoopedCodec, shares
 from bitkv_dist.codec.planes import PlanesCodec
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.trace import trace
 from bitkv_dist.fit.straight_through import straight_through

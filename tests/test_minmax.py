@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.minmax import MinMaxCodec, pack_fields, unpack_fields
-from bitkv_dist.config import CacheConfig, build
+from bitkv_dist.config import build
 
 
 def codec_of(dim=64, heads=1, key_bits=2, value_bits=2, **fields) -> MinMaxCodec:

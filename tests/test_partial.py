@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bitkv_dist.config import LANES
+from bitkv_dist.cache_config import LANES
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.kernels.reference import attend_dense
 from bitkv_dist.parallel.exchange import combine

@@ -6,7 +6,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 
 FACT = "\n\nThe pass key is 48213. Remember it. 48213 is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"

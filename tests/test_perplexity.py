@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 
 from bitkv_dist import model as models
 from bitkv_dist.cache import PackedCache, Step
-from bitkv_dist.config import CacheConfig, build
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import build
 from bitkv_dist.evaluate.perplexity import compare, exact_like, head_shape, perplexity
 from bitkv_dist.prefill import packed_chunks
 from bitkv_dist.text import encode_prompt

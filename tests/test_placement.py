@@ -2,7 +2,7 @@
 
 import pytest
 
-from bitkv_dist.config import GRANULE_TOKENS, LANES
+from bitkv_dist.cache_config import GRANULE_TOKENS, LANES
 from bitkv_dist.placement import owner, residue_count, residues, rounds, slots
 
 RANKS = (*range(1, 18), 31, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256)

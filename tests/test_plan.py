@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import ranks
 
-from bitkv_dist.config import CacheConfig, RefineConfig, build
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.config import build
 from bitkv_dist.plan import grids, latency
 from bitkv_dist.plan.machines import GPUS, NETWORKS, find_gpu, join
 from bitkv_dist.plan.memory import Job, rank_bytes

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bitkv_dist import model
-from bitkv_dist.config import CacheConfig, GenerateConfig, build
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.placement import owner
 from bitkv_dist.plan import memory

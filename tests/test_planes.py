@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import NOISE, PlanesCodec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, RefineConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.kernels import reference
 from bitkv_dist.partial import Partial
 

@@ -6,7 +6,8 @@ import tiny
 import torch
 
 from bitkv_dist import model, prefill
-from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.placement import owned_granules, owner
 from bitkv_dist.prompt import fitting_heads, prompt_bytes

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.calibration import PROBES, probe_ends
 from bitkv_dist.codec.planes import NOISE
 from bitkv_dist.codec.ranking import Ranking
 from bitkv_dist.codec.tuning import SLOPE, TAIL, Tuning
-from bitkv_dist.config import CacheConfig, RefineConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.reference import Selection, Whole
 from bitkv_dist.partial import Partial

@@ -11,10 +11,11 @@ from ranks import run_ranks
 
 from bitkv_dist import model
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig
 from bitkv_dist.calibration import chunk_probes
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.tuning import SLOPE, TAIL
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import reference
 from bitkv_dist.report import report

@@ -8,7 +8,8 @@ import tiny
 import torch
 
 from bitkv_dist import model, promise
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.report import cache_report, report
 

@@ -9,7 +9,8 @@ import tiny
 import torch
 
 from bitkv_dist import model as models
-from bitkv_dist.config import CacheConfig, ParallelConfig, RefineConfig, build
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.config import ParallelConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.retrieval import ANSWER, TASKS, Prompt, answers, make_prompt
 from bitkv_dist.parallel import mesh as meshes

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bitkv_dist.cache import PackedCache
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.schedule import LayerConfig, layer_numbers, layer_ranges
 
 

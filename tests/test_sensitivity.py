@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bitkv_dist.cache import PackedCache
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig, RefineConfig, build
+from bitkv_dist.config import build
 from bitkv_dist.evaluate.sensitivity import Raise, as_yaml, check_budget, raised, raises, spend, stored_bits
 
 LAYERS = 4

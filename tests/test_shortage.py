@@ -14,7 +14,8 @@ import torch
 from ranks import run_command, run_ranks
 
 from bitkv_dist import model
-from bitkv_dist.config import CacheConfig, GenerateConfig, build
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.plan.memory import Job, rank_bytes
 from bitkv_dist.plan.models import MODELS

@@ -12,7 +12,8 @@ import tiny
 import torch
 
 from bitkv_dist import model as models
-from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.snapshot import manifest as manifests
 from bitkv_dist.snapshot import pieces

@@ -16,7 +16,8 @@ from test_looped import contracting
 from test_snapshot import CACHES, SMALL, served
 from test_snapshot_checks import refusal
 
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.engine import Engine
 from bitkv_dist.snapshot import pieces
 from bitkv_dist.snapshot.folder import find

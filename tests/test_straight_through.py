@@ -5,8 +5,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.fit.straight_through import seen_through, straight_through
 
 ONE_BIT = CacheConfig(key_bits=1, value_bits=1, page_tokens=64, sink_tokens=0, recent_tokens=0)

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 from bitkv_dist import placement
 from bitkv_dist.cache import PackedCache, Shard
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels import dispatch
 
 PAGE, SINK, RECENT, DIM = 64, 64, 32, 16

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import CacheConfig, GenerateConfig, build
+from bitkv_dist.config import GenerateConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.fit.straight_through import straight_through
 from bitkv_dist.plan.memory import Job, packed_page, rank_bytes

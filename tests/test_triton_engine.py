@@ -19,8 +19,9 @@ from tape import TapeRecorder
 from triton.runtime import interpreter
 
 from bitkv_dist import model
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import ReadCount
-from bitkv_dist.config import CacheConfig, GenerateConfig
+from bitkv_dist.config import GenerateConfig
 from bitkv_dist.graph import CudaGraphs
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.report import kernel_report

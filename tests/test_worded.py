@@ -10,9 +10,10 @@ import tiny
 import torch
 
 from bitkv_dist import model
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import TAIL_CORRECTION
-from bitkv_dist.config import CacheConfig, GenerateConfig, RefineConfig, build
+from bitkv_dist.config import GenerateConfig, build
 from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.plan.memory import packed_page

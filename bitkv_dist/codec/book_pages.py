@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.codebooks import LayerBooks
 from bitkv_dist.codec.exact import DenseAttention
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.record import RecordLayout
 from bitkv_dist.codec.rope import Rope, page_numbers
-from bitkv_dist.config import CacheConfig
 
 FieldShape = tuple[str, torch.dtype, tuple[int, ...]]
 

@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.calibrated import KEY, Origin, read_origin
 from bitkv_dist.codec.books import Books
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig
 
 BOOK_FIELDS = ("words", "unit", "channels", "center", "weight")
 

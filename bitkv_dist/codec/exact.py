@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.record import RecordLayout
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.partial import Partial
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.tuning import Tuning
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.partial import Partial
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.exact import DenseAttention
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.record import RecordLayout
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.reference import safe_divide, to_half, tree_sum
 from bitkv_dist.partial import Partial

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.exact import DenseAttention
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.record import RecordLayout
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels.reference import to_half
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.record import RecordLayout
 from bitkv_dist.codec.tuning import SLOPE, Tuning
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.partial import Partial
 from bitkv_dist.rotation import layer_signs

@@ -6,10 +6,10 @@ import math
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.planes import PlanesCodec
 from bitkv_dist.codec.tuning import Tuning
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels import cpu, dispatch, reference
 from bitkv_dist.kernels.cpu.step import View, finish
 from bitkv_dist.partial import Partial

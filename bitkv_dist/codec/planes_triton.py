@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.codec.planes_cpu import PlanesCodecCpu, unserved_rule
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.kernels import triton
 from bitkv_dist.partial import Partial
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.book_pages import BookCodec
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels.reference import divide, to_half, tree_sum
 
 

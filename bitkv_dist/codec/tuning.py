@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.kernels.reference import divide, safe_divide, tree_sum
 from bitkv_dist.partial import Partial
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount, make_codec
 from bitkv_dist.codec.planes import TAIL_CORRECTION, make_selection
 from bitkv_dist.codec.tailored import TailoredCodec
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.kernels import reference
 from bitkv_dist.kernels.reference import exp2, fold_sum
 from bitkv_dist.partial import Partial

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import make_codec
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.evaluate.faults import Faults, find_faults, name_foreign_scales
 from bitkv_dist.evaluate.reading import Reading
 from bitkv_dist.evaluate.trace import MakeCodec, Trace, trace

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.model import ServedModel
 from bitkv_dist.prefill import packed_chunks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from bitkv_dist.cache_config import STORED_BITS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.config import STORED_BITS, CacheConfig
 from bitkv_dist.rules import listed
 from bitkv_dist.schedule import LayerConfig, layer_ranges
 

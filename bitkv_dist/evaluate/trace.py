@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from bitkv_dist.cache import PackedCache
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.evaluate.perplexity import head_shape
 from bitkv_dist.layer import PackedLayer
 from bitkv_dist.model import ServedModel

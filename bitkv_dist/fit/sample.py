@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.codec.rope import Rope
-from bitkv_dist.config import GRANULE_TOKENS
 from bitkv_dist.kernels.prefill import causal_attention
 from bitkv_dist.model import ServedModel
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import Codec, HeadShape, make_codec
-from bitkv_dist.config import CacheConfig
 from bitkv_dist.model import fingerprint_of, loops_of
 
 NAME = "bitkv_straight_through"

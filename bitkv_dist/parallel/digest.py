@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 
 PageKey = tuple[int, int, int, int]  # layer, sequence, page, global KV head
 Key = TypeVar("Key", bound=Hashable)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bitkv_dist.config import LANES
+from bitkv_dist.cache_config import LANES
 from bitkv_dist.plan.latency import StepMs, pays_above, step_ms
 from bitkv_dist.plan.machines import Machine
 from bitkv_dist.plan.memory import Job, RankBytes, dense_page, gathered_heads, rank_bytes

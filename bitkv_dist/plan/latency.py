@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from bitkv_dist import placement
-from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.plan.machines import Machine
 from bitkv_dist.plan.memory import FLOAT32_BYTES, Job, sealed_shares
 from bitkv_dist.sequence import held_end

@@ -12,9 +12,9 @@ import torch
 
 from bitkv_dist import placement
 from bitkv_dist.cache import reserved_granules
+from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes_cpu import unserved_rule
-from bitkv_dist.config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.eviction import STRIDE
 from bitkv_dist.plan.models import ModelShape
 from bitkv_dist.prompt import fitting_heads, prompt_bytes

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from bitkv_dist.config import LANES, build
+from bitkv_dist.cache_config import LANES
+from bitkv_dist.config import build
 from bitkv_dist.plan.grids import largest_context
 from bitkv_dist.plan.memory import Job, every_rank
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.snapshot import tensors as parts
 from bitkv_dist.snapshot.joint import about, brief, jointly
 from bitkv_dist.snapshot.manifest import Manifest, TensorFile

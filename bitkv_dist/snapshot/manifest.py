@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from bitkv_dist.config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, TURNED, free_of_sp
 from bitkv_dist.snapshot.folder import MANIFEST
 

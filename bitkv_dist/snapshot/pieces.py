@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.snapshot import tensors as parts
 
 if TYPE_CHECKING:

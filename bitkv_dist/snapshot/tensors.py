@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.config import GRANULE_TOKENS
+from bitkv_dist.cache_config import GRANULE_TOKENS
 
 if TYPE_CHECKING:
     from bitkv_dist.sequence import SequenceState
