@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -89,9 +90,9 @@ def train(folder: Path, texts: list[Path], steps: int, seed: int = 0) -> float:
         schedule.step()
         losses.append(loss.item())
         if step % 20 == 19:
-            print(f"step {step + 1}: loss {sum(losses[-20:]) / 20:.3f}, {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"step {step + 1}: loss {mean(losses[-20:]):.3f}, {time.perf_counter() - started:.0f} s", flush=True)
     model.eval().save_pretrained(folder)
-    return sum(losses[-20:]) / 20
+    return mean(losses[-20:])
 
 
 class GroupedCodec(ExactCodec):

@@ -34,6 +34,7 @@ from bitkv_dist.layer import base2
 
 SHARE = 0.05
 RULE = reference.Selection(SHARE, 1, group=True)
+LEAST_TOKENS = 3 * GRANULE_TOKENS  # two granules and the exact window
 
 
 def main() -> None:
@@ -42,6 +43,8 @@ def main() -> None:
     model = models.load(args.model, dtype=None, device=torch.device("cpu"))
     tokenizer = checkpoint.read_tokenizer(checkpoint.localise(args.model, lambda *progress: None))
     texts = {Path(path).name: text.encode_prompt(tokenizer, text.read_prompt_file(path)) for path in args.text}
+    if short := [name for name, ids in texts.items() if len(ids) < LEAST_TOKENS]:
+        raise SystemExit(f"--text {short[0]}: has {len(texts[short[0]])} tokens; give a text of at least {LEAST_TOKENS}")
     shape = head_shape(model)
     scans = {name: scans_of(config, shape) for name, config in configs(args.calibration).items()}
     rows = []
@@ -70,12 +73,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="of each text (4096)")
     parser.add_argument("--every", type=int, default=3, help="every so many-th layer (3)")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tokens < LEAST_TOKENS:
+        parser.error(f"--tokens {args.tokens}: must be at least {LEAST_TOKENS}, so that a granule behind the first is sealed")
+    for path in args.calibration:
+        try:
+            codec = read_origin(path).codec
+        except ValueError as error:
+            parser.error(f"--calibration {path}: {error}")
+        if codec != "tailored":
+            parser.error(f"--calibration {path}: is of codec {codec}; give files of codec tailored")
+    return args
 
 
 def configs(calibrations: list[str]) -> dict[str, CacheConfig]:
     planes = {"sign plane": build("tiered4", {}).cache, "2 planes": build("tiered4-2", {}).cache}
-    words = {f"words ({read_origin(path).form})": path for path in calibrations}
+    words = {f"words ({Path(path).stem}, {read_origin(path).form})": path for path in calibrations}
     return planes | {name: CacheConfig("tailored", 1, 1, calibration=path) for name, path in words.items()}
 
 

@@ -145,12 +145,14 @@ def build(preset: str, overrides: dict[str, Any]) -> RunConfig:
 
     `cache.kv_bits: B` is a shorthand that only overrides know: B bits for keys and values, all of them scanned; 16 means
     the exact codec. An override that names another codec than the preset drops the preset's fields that only its own codec
-    reads, so `--codec minmax` works on every preset. Explicit overrides win over both.
+    reads, so `--codec minmax` works on every preset, and eviction "none" the preset's share. Explicit overrides win over both.
     """
     tree = load_preset(preset)
     overrides = _expand_kv_bits(overrides)
     if "cache.codec" in overrides:
         tree["cache"] = _for_codec(overrides["cache.codec"], tree["cache"])
+    if overrides.get("cache.eviction") == "none":  # of a preset that evicts: how much it keeps says nothing any more
+        tree["cache"] = {name: value for name, value in tree["cache"].items() if name != "eviction_keep"}
     for name, value in overrides.items():
         _assign(tree, name, value)
     return RunConfig(**{section: _construct(cls, section, tree[section]) for section, cls in SECTIONS.items()})

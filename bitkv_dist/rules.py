@@ -49,7 +49,11 @@ def one_of(config: Any, name: str, allowed: Iterable[Any], rule: str = "must be 
     """Refuse a field whose value is not among `allowed`; `rule` introduces the list of them."""
     value = getattr(config, name)
     if value not in allowed:
-        suggestion = near_miss(value, allowed) if isinstance(value, str) else f"nearest is {_nearest(value, allowed)}"
+        if isinstance(value, str):
+            close = difflib.get_close_matches(value, list(allowed), n=1)
+            suggestion = f"did you mean {close[0]}?" if close else "take one of these"
+        else:
+            suggestion = f"nearest is {_nearest(value, allowed)}"
         refuse(config, name, f"{rule}{listed(allowed)}", suggestion)
 
 

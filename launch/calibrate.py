@@ -92,6 +92,7 @@ def _check(asked: argparse.Namespace) -> None:
 def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     """The texts, each cut to its share of --tokens; ValueError where they are too short to fit anything."""
     from bitkv_dist import checkpoint, text
+    from bitkv_dist.fit.attended import RECENT, SINK
     from bitkv_dist.fit.sample import taught
 
     raw = [(Path(path).name, text.read_prompt_file(path)) for path in asked.text]
@@ -101,7 +102,12 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
         Text(name, blake2b(content.encode(), digest_size=8).hexdigest(), text.encode_prompt(tokenizer, content)[:share])
         for name, content in raw
     ]
-    teach = sum(taught(len(window)) for window in windows_of(texts, asked.window))
+    teaching = [taught(len(window)) for window in windows_of(texts, asked.window)]
+    teach = sum(teaching)
+    longest = max(teaching, default=0)
+    if asked.form == "attended" and longest <= SINK + RECENT:
+        rule = f"form attended learns behind {SINK + RECENT} tokens of a window, the longest here teaches {longest}"
+        raise ValueError(f"window {asked.window}: {rule}; give a longer --window and text, or --form weighted")
     if teach < LEAST_TOKENS[asked.codec]:
         rule = f"{teach} tokens in all that teach, codec {asked.codec} is fitted to at least {LEAST_TOKENS[asked.codec]}"
         raise ValueError(f"text {' '.join(asked.text)}: {rule}; give more text or --tokens")

@@ -123,6 +123,7 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     ("argv", "message"),
     [
         (("--codec", "planes"), "argument --codec: invalid choice: 'planes'"),
+        (("--form", "attended", "--window", "256"), "window 256: form attended learns behind 256 tokens of a window"),
         (("--form", "two-stage"), "form two-stage: codec tailored has weighted, attended, unweighted, threshold"),
         (("--output", "x.bin"), "output 'x.bin': must end in .safetensors; add it"),
         (("--output", "no/such/x.safetensors"), "must be a file in an existing folder"),
@@ -142,7 +143,7 @@ def test_refused_before_weights_load(folder, tmp_path, monkeypatch, capsys, argv
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("x" * 100)
     given = {"--model": folder, "--codec": "tailored", "--text": TALE, "--output": "x.safetensors", "--window": "1024"}
-    given |= {"--device": "cpu"} | dict([argv])
+    given |= {"--device": "cpu"} | dict(zip(argv[::2], argv[1::2], strict=True))
     try:
         call(calibrate, *(word for pair in given.items() for word in pair))
     except ValueError as error:

@@ -89,6 +89,13 @@ def test_16_bits_mean_exact_on_every_preset(preset):
     assert build(preset, {"cache.kv_bits": 16}).cache == CacheConfig(codec="exact", key_bits=16, value_bits=16, **kept)
 
 
+def test_no_eviction_drops_the_share_that_a_preset_keeps():
+    for preset in ("streaming", "heavy"):
+        assert build(preset, {"cache.eviction": "none"}).cache == build("4bit", {}).cache
+    with pytest.raises(ValueError, match="eviction_keep"):
+        build("heavy", {"cache.eviction": "none", "cache.eviction_keep": 0.5})
+
+
 @pytest.mark.parametrize("preset", EXPECTED_PRESETS)
 @pytest.mark.parametrize("codec", ["planes", "minmax", "exact"])
 def test_another_codec_drops_what_only_the_presets_codec_reads(preset, codec):

@@ -96,6 +96,10 @@ def test_the_example_of_two_nodes(printed):
     where = ["--hostfile", hosts, "--launcher", "pdsh", "--master_addr", "node0", "--master_port", "29500"]
     assert Path(tool).name == "deepspeed" and words == [*where, GENERATE, *settings]
 
+    for runner in ("openmpi", "mpich"):
+        ((tool, *words),), _ = printed("--hostfile", hosts, "--runner", runner, command)
+        assert words == [*(runner if word == "pdsh" else word for word in where), GENERATE, *settings]
+
     lines, _ = printed("--hostfile", hosts, "--launcher", "torchrun", "--master-port", "29501", command)
     for node, (tool, *words) in enumerate(lines):
         where = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "node0"]

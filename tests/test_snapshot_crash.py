@@ -19,7 +19,7 @@ from test_snapshot import engine_of, loaded_at, saved_at
 from bitkv_dist.snapshot import folder as folders
 from bitkv_dist.snapshot import pieces
 from bitkv_dist.snapshot import save as saving
-from bitkv_dist.snapshot.folder import MANIFEST, Replacement, find
+from bitkv_dist.snapshot.folder import MANIFEST, Replacement, discard, find
 from bitkv_dist.snapshot.load import load
 from bitkv_dist.snapshot.manifest import Manifest
 from bitkv_dist.snapshot.save import save
@@ -269,6 +269,29 @@ def test_only_a_snapshot_is_replaced(tmp_path):
             Replacement(tmp_path / name).begin()
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "all of it"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine", "s.old"]
+
+
+def test_files_of_others_are_never_removed(model, tmp_path):
+    """A manifest of another program, notes beside a snapshot, a folder with the name of our unfinished one."""
+    web, kept, own = tmp_path / "web", tmp_path / "s", tmp_path / "t.writing"
+    for folder in (web, own):
+        folder.mkdir()
+    (web / MANIFEST).write_text('{"name": "an app"}')
+    (web / "index.html").write_text("x")
+    (own / "thesis.tex").write_text("all of it")
+    saved_at(1, model, kept, "4bit", PROMPTS)
+    (kept / "notes.txt").write_text("x")
+    for name, part in (
+        ("web", "is not empty and holds no snapshot"),
+        ("s", "holds notes.txt, which is no part of a snapshot; move that, or save elsewhere"),
+        ("t", "t.writing holds thesis.tex, which is no part of a snapshot"),
+    ):
+        with pytest.raises(ValueError, match=part):
+            Replacement(tmp_path / name).begin()
+    for folder in (web, kept):
+        discard(folder)
+    assert [path.name for path in kept.iterdir()] == ["notes.txt"]
+    assert (web / "index.html").exists() and (own / "thesis.tex").exists()
 
 
 def test_an_empty_folder_and_a_link_are_replaced_where_they_point(model, tmp_path):

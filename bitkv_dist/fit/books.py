@@ -109,7 +109,7 @@ def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fi
         tokens = scaled(keys, weight)
         books = tailored_books(tokens, weight, rope, trial, TRIAL["words"])
         errors.append(score_error(windows, rope, (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]))
-    weighted = errors[0] <= errors[1]
+    weighted = errors[0] < errors[1]
     return torch.where(weighted[:, None], received, even), weighted.to(torch.uint8)
 
 

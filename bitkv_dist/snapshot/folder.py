@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+FORMAT = "bitkv snapshot"
 MANIFEST = "manifest.json"
 LOCK = "lock"
+_PART = re.compile(r"rank\d+-[a-z0-9-]+\.safetensors|logits\.safetensors|manifest\.json|lock")
 
 
 def beside(folder: Path, suffix: str) -> Path:
@@ -29,6 +31,20 @@ def exists(folder: Path) -> bool:
     """Whether there is a snapshot of that name, or something else in its place."""
     folder = folder.expanduser().resolve()
     return any(place.is_dir() and any(place.iterdir()) for place in (folder, beside(folder, ".old")))
+
+
+def holds_snapshot(place: Path) -> bool:
+    """Whether a folder's manifest is one of ours, damaged or not: many programs have a manifest.json."""
+    try:
+        with open(place / MANIFEST, "rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read(256)
+    except OSError:
+        return False
+
+
+def strange(place: Path) -> str | None:
+    """The name of something in a folder that no save has put there."""
+    return next((entry.name for entry in sorted(place.iterdir()) if entry.is_dir() or not _PART.fullmatch(entry.name)), None)
 
 
 def find(folder: Path) -> Path:
@@ -62,8 +78,11 @@ class Replacement:
             if place.exists() and not place.is_dir():
                 raise ValueError(f"{place} is a file; remove it, or save elsewhere")
         for place in (self.target, self.aside):
-            if place.is_dir() and any(place.iterdir()) and not (place / MANIFEST).is_file():
+            if place.is_dir() and any(place.iterdir()) and not holds_snapshot(place):
                 raise ValueError(f"{place} is not empty and holds no snapshot; save elsewhere")
+        for place in (self.target, self.aside, self.writing):
+            if place.is_dir() and (name := strange(place)):
+                raise ValueError(f"{place} holds {name}, which is no part of a snapshot; move that, or save elsewhere")
 
     def begin(self) -> None:
         """An empty `writing`; what interrupted saves have left is put back (the only copy of the old snapshot) or removed."""
@@ -108,25 +127,24 @@ class Replacement:
 
 
 def remove(path: Path) -> None:
-    """A file, or a folder, whose manifest goes last: what is left of a removal that was cut short can still be told apart from
-    a folder of somebody else."""
+    """A file, or the folder of a snapshot, whose manifest goes last: what is left of a removal that was cut short can still be
+    told apart from a folder of somebody else. What is no part of a snapshot stays."""
     if not path.is_dir():
         path.unlink()
         return
     for entry in path.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        elif entry.name != MANIFEST:
+        if entry.name != MANIFEST and not entry.is_dir() and _PART.fullmatch(entry.name):
             entry.unlink()
     (path / MANIFEST).unlink(missing_ok=True)
-    path.rmdir()
+    if not any(path.iterdir()):
+        path.rmdir()
 
 
 def discard(folder: Path) -> None:
     """Remove a snapshot."""
     folder = folder.expanduser().resolve()
     for place in (folder, beside(folder, ".old")):
-        if (place / MANIFEST).is_file():
+        if holds_snapshot(place):
             remove(place)
 
 

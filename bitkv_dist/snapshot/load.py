@@ -200,7 +200,10 @@ class _Pages:
         for name in part.names:
             if name.startswith(prefix) and name != prefix + parts.PAGES:
                 self.pieces.setdefault(name.removeprefix(prefix), []).append((part.place.start, part.tensor(name)))
-        index, stored = part.pages(self.source), part.tensor(prefix + parts.PAGES)
+        index = part.pages(self.source)
+        if self.row_of.keys().isdisjoint(index):
+            return  # before its pages are read: they are of other ranks
+        stored = part.tensor(prefix + parts.PAGES)
         shape = (len(index), self.layer.codec.record_bytes, torch.uint8)
         if (stored.shape[0], *stored.shape[2:], stored.dtype) != shape:
             raise part.unfit("its pages have another shape")

@@ -14,9 +14,9 @@ from typing import Any
 
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.promise import BYTES, CLOSE, IDENTICAL, TURNED, free_of_sp
-from bitkv_dist.snapshot.folder import MANIFEST
+from bitkv_dist.snapshot.folder import FORMAT, MANIFEST
 
-FORMAT, VERSION = "bitkv snapshot", 2
+VERSION = 2
 PREFILL, END = "prefill", "end"
 
 

@@ -6,6 +6,7 @@ granule, and the file is the very one (inode, size, time) that was written, or r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def saved_of(engine: Engine, folder: Path, manifest: Manifest, sources: list[int
             continue
         piece = Piece(range(*file.layers), file.sequence, range(*file.granules))
         if file.name == piece.name(mesh.world.rank):
-            saved.add(piece, file, folder / file.name)
+            with contextlib.suppress(OSError):  # it has gone since; then it is written again
+                saved.add(piece, file, folder / file.name)
     return saved
 
 
