@@ -65,6 +65,7 @@ def test_waiting_is_for_the_ranks_of_the_group_alone(script):
     assert split(everyone, 1) == {"total": 10e3, "compute": 8.5e3, "exchange": 1.5e3, "wait": 0}
 
 
+@pytest.mark.slow
 def test_overlapped_exchanges_of_a_tiny_model():
     """Whether they pay is not asked; that logits keep their bits is, by the benchmark."""
     flags = {"layers": 2, "tokens": "1024,2048,600", "steps": 2, "at-once": "1,2", "config": "1bit"}
