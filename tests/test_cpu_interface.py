@@ -105,3 +105,10 @@ def crossing() -> str:
         waiting = " ".join(structs.values())
     assert len(heads) > 10 and structs.get("Layout")
     return "\n".join([*heads, *(structs[name] for name in sorted(structs))])
+
+
+
+def test_where_there_is_a_compiler_the_kernels_are_built():
+    """Their tests skip without a library; a build that fails must not pass unseen."""
+    if shutil.which("g++") or shutil.which("c++"):
+        assert cpu.load() is not None, cpu.reason()
