@@ -132,7 +132,6 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, const flo
 // Scans and selects.
 template <int V>
 inline void begin(const Layout& l, const Queries& q, const Refinement& refine, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
-    if (u.total == 0) return;
     score_pages<V>(l, q, refine.scan_noise, keys, u, s, ahead);
     float* log_sums = room(s.log_sum_exp, u.rows);
     soften<V>(l, u, log_sums);

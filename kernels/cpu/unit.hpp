@@ -1,6 +1,5 @@
-// One unit of attention: one granule, one KV head, one query of its group's rows. In one go where nothing is refined
-// (attend.hpp); with refinement the work is cut in two, so that what refinement reads is on its way while the next unit's scan runs:
-// `begin` (scores.hpp) scans and selects, `finish` (values.hpp) refines and sums values.
+// One unit of attention: one granule, one KV head, one query of its group's rows. With refinement `begin` (scores.hpp) scans and selects,
+// `finish` (values.hpp) sums values and refines.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -93,22 +93,22 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
     }
 }
 
-// What p of a row is multiplied by to count from `peak`.
-inline float to_peak(Unit& u, int64_t row, float peak) {
-    const float shift = u.shift(row);
-    if (std::fabs(shift - peak) < 32.0f) return exp2_fast(shift - peak);
-    const float* scores = &u.scores[row * u.total];  // p may have lost what now counts
-    for (int64_t t = 0; t < u.total; t += 16) store16(&u.p[row * u.total + t], exp2_fast(load16(scores + t) - peak));
-    return 1.0f;
+// Level sums of the scanned values of all pages; integers: weights [pages][rows][P].
+inline void dot_values(const Layout& l, Unit& u, const int8_t* integers, Workspace& s, Ahead& ahead) {
+    for (int64_t page = 0; page < u.pages(); ++page) {
+        s.weights.set(l.scan_bits[VALUES], l.tokens / 4, integers + page * u.rows * l.tokens, l.tokens, u.rows);
+        s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
+    }
 }
 
-// Integer weights of all pages [pages][rows][P]: the tokens that are in no list count by their scanned values. What p count by: factor [rows].
+// Weights of all pages and the sums of scanned values by them: the tokens that are in no list, or all unless refined
+// tokens are `apart`. Masses and sizes count from each row's shift. p are weights afterwards.
 template <int V>
-inline void weigh_pages(const Layout& l, Unit& u, const float* factor, bool apart, Workspace& s, Ahead& ahead) {
+inline void sum_scanned(const Layout& l, Unit& u, bool apart, Workspace& s, Ahead& ahead) {
     static constexpr uint16_t NONE[32] = {};  // of a granule
     const int64_t P = l.tokens, pages = u.pages(), masks = u.total / 16;
     int8_t* integers = room(s.integers, pages * u.rows * P);
-    float *weights = room(s.rows, FEW * u.total), unit = level_unit(l.scan_bits[VALUES]);
+    const float unit = level_unit(l.scan_bits[VALUES]);
     Each* most = room(s.most, pages);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const int64_t some = std::min(FEW, u.rows - first);
@@ -118,16 +118,18 @@ inline void weigh_pages(const Layout& l, Unit& u, const float* factor, bool apar
                 const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
                 if (apart)
                     for (int r = 0; r < count; ++r) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
-                const Weighed found = weigh_rows<V, count>(&u.p[first * u.total + page * P], u.total, taken, u.scales(l, VALUES, page), weights + page * P, u.total);
+                float* p = &u.p[first * u.total + page * P];
+                const Weighed found = weigh_rows<V, count>(p, u.total, taken, u.scales(l, VALUES, page));
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor[first + r];
+                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r];
             }
             for (int64_t page = 0; page < pages; ++page) {
-                const Each size = quantize_rows<V>(count, weights + page * P, u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor[first + r] * unit;
+                const Each size = quantize_rows<V>(count, &u.p[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
+                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * unit;
             }
         });
     }
+    dot_values(l, u, integers, s, ahead);
 }
 
 // Adds the tokens of a list that are of one page, first .. last - 1: their p [rows][whole] to the page's mass, and the sum of weights times
@@ -191,15 +193,13 @@ inline float largest_left(const float* scores, int64_t total, const uint16_t* ta
     return most16(most);
 }
 
-// Partials m, l [rows], o [rows][D] of a unit that was begun.
-template <int V>
-inline void finish(const Layout& l, const Queries& q, const Refinement& refine, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
-    const bool apart = l.scan_bits[VALUES] < l.bits[VALUES];  // refined tokens have values of their own
-    const int64_t pages = u.pages(), P = l.tokens;
-    const int64_t whole = u.lists.empty() ? 0 : u.lists[0].whole();
-    float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
+// Scores by full codes and what follows from them: partials m of the rows, p [rows][whole] of the refined tokens, and by what each row's scanned
+// p, which count from its shift, are multiplied to count from m. Returns whether one of these factors is out of range.
+inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor, const Unit& u, float* refined, float* factor, float* m, Workspace& s) {
+    bool far = false;
     for (const List& list : u.lists) {
-        rescore(l, q, refine.full_noise, list, u, refined + list.row * whole, s);
+        const int64_t whole = list.whole();
+        rescore(l, q, noise_factor, list, u, refined + list.row * whole, s);
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
             float* to = refined + row * whole;
             float peak = max16(to, whole);
@@ -208,22 +208,43 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
                 peak = peak > left ? peak : left;
             }
-            m[row] = peak;
-            Sixteen mass = {};
-            for (int64_t i = 0; i < whole; i += 16) {
-                const Sixteen of_refined = exp2_fast(load16(to + i) - peak);
-                store16(to + i, of_refined), mass += of_refined;
-            }
-            l_out[row] = apart ? fold16(mass) : 0.0f;
-            factor[row] = to_peak(u, row, peak);
-            if (!apart) replace(u, factor[row], row, list, to), factor[row] = 1.0f;
+            for (int64_t i = 0; i < whole; i += 16) store16(to + i, exp2_fast(load16(to + i) - peak));
+            m[row] = peak, factor[row] = exp2_fast(u.shift(row) - peak), far |= !(std::fabs(u.shift(row) - peak) < 32.0f);
         }
     }
-    weigh_pages<V>(l, u, factor, apart, s, ahead);
-    for (int64_t page = 0; page < pages; ++page) {
-        for (int64_t r = 0; r < u.rows; ++r) l_out[r] += u.mass[r * pages + page];
-        s.weights.set(l.scan_bits[VALUES], P / 4, s.integers.data() + page * u.rows * P, P, u.rows);
-        s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
+    return far;
+}
+
+// What refinement changes, and the values' sums. Partials m, l [rows], o [rows][D] of a unit whose tokens are chosen. Until their low bits are
+// here, scanned values are summed.
+template <int V>
+inline void finish(const Layout& l, const Queries& q, const Refinement& refine, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
+    const bool apart = l.scan_bits[VALUES] < l.bits[VALUES];  // refined tokens have values of their own
+    const int64_t pages = u.pages(), whole = u.lists[0].whole();
+    if (apart) sum_scanned<V>(l, u, true, s, ahead);
+    float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
+    const bool far = refine_scores(l, q, refine.full_noise, u, refined, factor, m, s);
+    if (far) {  // p may have lost what now counts
+        soften<V>(l, u, room(s.log_sum_exp, u.rows));
+        for (int64_t row = 0; row < u.rows; ++row) {
+            if (std::fabs(u.shift(row) - m[row]) < 32.0f) continue;
+            for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], exp2_fast(load16(&u.scores[t]) - m[row]));
+            factor[row] = 1.0f;
+        }
+    }
+    if (!apart)
+        for (const List& list : u.lists)
+            for (int64_t row = list.row; row < list.row + list.rows; ++row) replace(u, factor[row], row, list, refined + row * whole), factor[row] = 1.0f;
+    if (far || !apart) sum_scanned<V>(l, u, apart, s, ahead);
+    for (int64_t row = 0; row < u.rows; ++row) {
+        float total = 0.0f;
+        if (apart) {
+            Sixteen mass = {};
+            for (int64_t i = 0; i < whole; i += 16) mass += load16(refined + row * whole + i);
+            total = fold16(mass);
+        }
+        for (int64_t at = row * pages; at < (row + 1) * pages; ++at) u.mass[at] *= factor[row], u.size[at] *= factor[row], total += u.mass[at];
+        l_out[row] = total;
     }
     if (!apart) return combine<false>(l, u, o);
     std::fill_n(o, u.rows * l.dim, 0.0f);

@@ -72,9 +72,9 @@ inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, 
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
 
-// Weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of p, the largest weights.
+// p -> weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of their p, the largest weights.
 template <int V, int ROWS>
-inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b, float* to, int64_t to_stride) {
+inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
         const Sixteen size = load_halves(b + 32 * i);
@@ -83,7 +83,7 @@ inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const 
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += weight[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] *= size;
         UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(weight[r], most[r]);
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, weight[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(p + r * stride + 16 * i, weight[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
