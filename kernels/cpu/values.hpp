@@ -64,18 +64,16 @@ inline const float* full_scales(const Layout& l, Side side, const Unit& u, const
 
 // Scores of a list's tokens by their full codes, or as scanned if there is nothing below: [rows][whole], -inf past the last.
 inline void rescore(const Layout& l, const Queries& q, float noise_factor, const List& list, const Unit& u, float* refined, Workspace& s) {
-    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS], stride = code_stride(D);
+    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
     if (!low) {
         for (int64_t r = 0; r < list.rows; ++r)
             for (int64_t i = 0; i < whole; ++i) refined[r * whole + i] = i < count ? u.scores[(list.row + r) * u.total + list.tokens[i]] : -INFINITY;
         return;
     }
-    uint8_t* bytes = room(s.codes, count * stride);
-    read_low(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, bytes);
     int32_t *dots = room(s.dots, (list.rows + 1) * whole), *kept = dots + list.rows * whole;
     std::fill(kept + count, kept + whole, 0);
     const int8_t* operands = q.codes + (u.first + list.row) * D;
-    token_dots(bytes, count, D, operands, list.rows, dots, whole);
+    token_dots(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, operands, list.rows, dots, whole, room(s.codes, code_stride(D)));
     const float* a = full_scales(l, KEYS, u, list, s);
     for (int64_t r = 0; r < list.rows; ++r) {
         const int64_t row = list.row + r;
@@ -86,7 +84,7 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
         for (int64_t i = 0; i < whole; i += 16) {
             // 2 code - (2^B - 1) = 2^low (2 top - (2^S - 1)) + 2 bits - (2^low - 1)
             const SixteenInts level = (load16(kept + i) << int(low)) + 2 * load16(dots + r * whole + i) - ((1 << low) - 1) * code_sum;
-            const Sixteen size = load16(a + i), base = pick(&u.base[row * u.pages()], load16(list.tokens + i) >> u.page_log2);
+            const Sixteen size = load16(a + i), base = pick(load16(&u.base[row * u.pages()]), load16(list.tokens + i) >> u.page_log2);
             const Sixteen score = (__builtin_convertvector(level, Sixteen) * scale * size + noise * (size * size)) + base;
             store16(refined + r * whole + i, first_of(score, count - i, -INFINITY));
         }
@@ -132,49 +130,63 @@ inline void sum_scanned(const Layout& l, Unit& u, bool apart, Workspace& s, Ahea
     dot_values(l, u, integers, s, ahead);
 }
 
-// Adds the tokens of a list that are of one page, first .. last - 1: their p [rows][whole] to the page's mass, and the sum of weights times
-// values by their full codes to o. Of p and a, a register past the end can be read.
-inline void add_refined(const Layout& l, Unit& u, const List& list, int64_t first, int64_t last, const float* p, const float* a, const uint8_t* codes, Workspace& s, float* o) {
-    const int64_t count = last - first, padded = (count + 15) / 16 * 16, page = u.page_of(list.tokens[first]);
-    int8_t* integers = room(s.integers, FEW * padded);
-    float* weights = room(s.weight, FEW * padded);
-    for (int64_t from = 0; from < list.rows; from += FEW) {
-        const int64_t rows = std::min(FEW, list.rows - from);
-        Sixteen most[FEW] = {}, mass[FEW] = {}, total[FEW] = {};
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t i = 0; i < padded; i += 16) {
-                const Sixteen x = first_of(load16(p + (from + r) * list.whole() + first + i), count - i, 0.0f), w = x * first_of(load16(a + first + i), count - i, 0.0f);
-                store16(weights + r * padded + i, w), mass[r] += x, most[r] = larger(w, most[r]);
-            }
-        const Each peak = Each::of(most16(most)), sum = Each::of(fold16(mass));
-        Each size;
-        for (int64_t r = 0; r < rows; ++r) {
-            size.row[r] = peak.row[r] / 127.0f * 0.5f, u.mass[(list.row + from + r) * u.pages() + page] += sum.row[r];
-            const float factor = to_integers(peak.row[r]);
-            for (int64_t i = 0; i < padded; i += 16) {
-                const Sixteen n = load16(weights + r * padded + i) * factor + ROUNDER;
-                store_bytes(integers + r * padded + i, (SixteenInts)n), total[r] += n - ROUNDER;
+// The tokens of a list that are of one page: first .. last - 1.
+struct Part {
+    int64_t page, first, last;
+};
+
+// Weights p a [rows][whole] of some rows of a list; their largest of each page [FEW][16], and the sums of p to the pages' masses.
+template <int ROWS>
+inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part, int64_t parts, const float* p, const float* a, float* weights, float* most) {
+    const int64_t whole = list.whole();
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        for (int64_t i = 0; i < whole; i += 16) store16(weights + r * whole + i, load16(p + r * whole + i) * load16(a + i));
+    for (const Part* end = part + parts; part < end; ++part) {
+        Sixteen sum[FEW] = {}, peak[FEW] = {};
+        for (int64_t i = part->first / 16 * 16; i < part->last; i += 16) {
+            const uint32_t after = uint32_t(-1) << std::max<int64_t>(part->first - i, 0), before = uint32_t((uint64_t(1) << std::min<int64_t>(part->last - i, 16)) - 1);
+            const uint16_t others = uint16_t(~(after & before));
+            UNROLLED for (int r = 0; r < ROWS; ++r) {
+                sum[r] += without(load16(p + r * whole + i), others);
+                peak[r] = larger_size(without(load16(weights + r * whole + i), others), peak[r]);
             }
         }
-        add_token_sums(codes + first * code_stride(l.dim), count, l.dim, integers, padded, rows, size.row, Each::of(fold16(total)).row, l.bits[VALUES], o + (list.row + from) * l.dim);
+        const Each mass = Each::of(fold16(sum)), top = Each::of(most16(peak));
+        UNROLLED for (int r = 0; r < ROWS; ++r) u.mass[(list.row + from + r) * u.pages() + part->page] += mass.row[r], most[16 * r + part->page] = top.row[r];
     }
 }
 
-// The refined tokens of all lists, page by page; p [rows][whole] of all rows.
-inline void add_lists(const Layout& l, Unit& u, const float* p, Workspace& s, float* o) {
-    const int64_t D = l.dim, bits = l.bits[VALUES], scan = l.scan_bits[VALUES], stride = code_stride(D);
-    for (const List& list : u.lists) {
-        const float* a = full_scales(l, VALUES, u, list, s);
-        uint8_t* codes = room(s.codes, list.count * stride);
-        read_low(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, bits - scan, D, codes);
-        for (int64_t i = 0; i < list.count; ++i) {
-            const uint8_t* words = u.record[u.page_of(list.tokens[i])] + l.planes[VALUES];
-            for (int64_t plane = 0; plane < scan; ++plane) add_bits(words + plane * l.tokens * D / 8, D, u.within_page(list.tokens[i]), 1 << (bits - 1 - plane), codes + i * stride);
+// Adds refined tokens: their p [rows][whole] to the pages' masses, and to o the sums of values by full codes, whose integer weights have one
+// scale for each page and row.
+inline void add_list(const Layout& l, Unit& u, const List& list, const float* p, Workspace& s, float* o) {
+    const int64_t D = l.dim, whole = list.whole(), stride = code_stride(D);
+    auto words_at = [&](int64_t i) { return u.record[u.page_of(list.tokens[i])] + l.planes[VALUES]; };
+    uint8_t* codes = room(s.codes, list.count * stride);
+    value_codes(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, l.bits[VALUES] - l.scan_bits[VALUES],
+                words_at, [&](int64_t i) { return u.within_page(list.tokens[i]); }, l.scan_bits[VALUES], l.tokens * D / 8, D, codes);
+    Part part[16];
+    int64_t parts = 0;
+    for (int64_t i = 0, last; i < list.count; i = last, ++parts) {
+        for (last = i + 1; last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[i]); ++last) {}
+        part[parts] = {u.page_of(list.tokens[i]), i, last};
+    }
+    const float* a = full_scales(l, VALUES, u, list, s);
+    float* weights = room(s.weight, FEW * whole);
+    int8_t* integers = room(s.integers, FEW * whole + 16);
+    for (int64_t from = 0; from < list.rows; from += FEW) {
+        const int64_t rows = std::min(FEW, list.rows - from);
+        alignas(64) float most[FEW * 16] = {}, size[FEW * 16];
+        with_rows(rows, [&](auto some) { weigh_list<some>(u, list, from, part, parts, p + from * whole, a, weights, most); });
+        for (int64_t r = 0; r < rows; ++r) {
+            const Sixteen top = load16(most + 16 * r), factor = to_integers(top);
+            store16(size + 16 * r, top / 127.0f * 0.5f);
+            for (int64_t i = 0; i < whole; i += 16)
+                store_bytes(integers + r * whole + i, (SixteenInts)(load16(weights + r * whole + i) * pick(factor, load16(list.tokens + i) >> u.page_log2) + ROUNDER));
         }
-        for (int64_t first = 0, last; first < list.count; first = last) {
-            last = first + 1;
-            while (last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[first])) ++last;
-            add_refined(l, u, list, first, last, p + list.row * list.whole(), a, codes, s, o);
+        for (const Part* at = part; at < part + parts; ++at) {
+            Each by;
+            for (int64_t r = 0; r < FEW; ++r) by.row[r] = size[16 * r + at->page];
+            add_token_sums(codes + at->first * stride, at->last - at->first, D, integers + at->first, whole, rows, by.row, l.bits[VALUES], o + (list.row + from) * D);
         }
     }
 }
@@ -248,7 +260,7 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     }
     if (!apart) return combine<false>(l, u, o);
     std::fill_n(o, u.rows * l.dim, 0.0f);
-    add_lists(l, u, refined, s, o);
+    for (const List& list : u.lists) add_list(l, u, list, refined + list.row * whole, s, o);
     combine<true>(l, u, o);
 }
 

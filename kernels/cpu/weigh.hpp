@@ -91,6 +91,7 @@ inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&take
 // What weights are multiplied by to become integers, from their largest. Below 2^-100 they cannot count beside the granule's largest weight,
 // and the quotient would overflow.
 inline float to_integers(float most) { return most < 7.9e-31f ? 0.0f : 127.0f / most; }
+inline Sixteen to_integers(Sixteen most) { return most < 7.9e-31f ? Sixteen{} : 127.0f / most; }
 
 // Weights, not negative, with their largest -> integers 0..127 [rows][16 V]; their scales, max / 127.
 template <int V>
