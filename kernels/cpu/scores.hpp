@@ -114,12 +114,10 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, const flo
     const int64_t share = int64_t(std::ceil(double(u.total) * refine.share)), count = std::min(u.total, std::max(refine.min_tokens, share));
     const int64_t lists = refine.group ? 1 : u.rows, masks = u.total / 16;
     int32_t* tokens = room(u.selected, lists * count + 16);
-    select(u.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens);
-    std::fill_n(room(u.taken, lists * masks), lists * masks, uint16_t(0));
+    select(u.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens, room(u.taken, lists * masks));
     for (int64_t i = 0; i < lists; ++i) {
         const List list = {i, u.rows / lists, count, tokens + i * count};
         u.lists.push_back(list);
-        for (int64_t j = 0; j < count; ++j) u.taken[i * masks + list.tokens[j] / 16] |= uint16_t(1 << list.tokens[j] % 16);
         for (Side side : {KEYS, VALUES}) {
             const int64_t bytes = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
             if (!bytes) continue;

@@ -51,6 +51,14 @@ inline void token_dots(int64_t count, const At& at, int64_t planes, int64_t dim,
     }
 }
 
+// Sums of the operands of each row.
+inline void code_sums(const int8_t* operands, int64_t rows, int64_t dim, int32_t* out) {
+    for (int64_t r = 0; r < rows; ++r, operands += dim) {
+        out[r] = 0;
+        for (int64_t d = 0; d < dim; ++d) out[r] += operands[d];
+    }
+}
+
 // codes[i] = those of token i: `low` planes begin at low_at(i), `scan` planes of words, plane_bytes apart, at words_at(i) for all tokens of its
 // page, of which it is token_at(i).
 template <class Low, class Words, class Token>

@@ -102,6 +102,17 @@ inline __m128i sum_lanes(const __m512i x[4]) {
     return _mm_add_epi32(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));
 }
 
+inline void code_sums(const int8_t* operands, int64_t rows, int64_t dim, int32_t* out) {
+    for (int64_t r = 0; r < rows; ++r, operands += dim) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t d = 0; d < dim; d += 64) {
+            const __mmask64 inside = dim - d >= 64 ? ~0ull : (1ull << (dim - d)) - 1;
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_maskz_loadu_epi8(inside, operands + d));
+        }
+        out[r] = _mm512_reduce_add_epi32(sum);
+    }
+}
+
 // out[r][i] = sum over d of operands[r][d] times codes of token i, four tokens at a time: of `out` up to three past the last are written.
 template <int ROWS, int DIM, class At>
 inline void dot_columns(int64_t count, const At& at, int64_t planes, const int8_t* operands, int32_t* out, int64_t out_stride) {

@@ -29,7 +29,7 @@ struct List {
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    Room<float> product, log_sum_exp, refined, weight, full, rows, factor;
+    Room<float> product, log_sum_exp, refined, weight, factor;
     Room<Each> most;
     Room<int32_t> dots, keys, some;
     Room<int8_t> integers;

@@ -51,44 +51,67 @@ inline void combine(const Layout& l, const Unit& u, float* o) {
         });
 }
 
-// The full scales of a list's tokens, zeros up to whole registers.
-inline const float* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
-    const int64_t whole = list.whole() + 16;
-    float* scale = room(s.full, whole);
+// The full scales of a list's tokens in halves, zeros up to whole registers. What is gathered one by one is not yet there for a register that
+// loads all of it, so that gathering comes first and something else in between.
+inline const uint8_t* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
+    const int64_t whole = list.whole();
     uint16_t* half = room(s.halves, whole);
     for (int64_t i = 0; i < list.count; ++i) std::memcpy(half + i, u.full_scale(l, side, list.tokens[i]), 2);
     std::fill(half + list.count, half + whole, uint16_t(0));
-    for (int64_t i = 0; i < whole; i += 16) store16(scale + i, load_halves(reinterpret_cast<const uint8_t*>(half + i)));
-    return scale;
+    return reinterpret_cast<const uint8_t*>(half);
 }
 
-// Scores of a list's tokens by their full codes, or as scanned if there is nothing below: [rows][whole], -inf past the last.
-inline void rescore(const Layout& l, const Queries& q, float noise_factor, const List& list, const Unit& u, float* refined, Workspace& s) {
-    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
-    if (!low) {
-        for (int64_t r = 0; r < list.rows; ++r)
-            for (int64_t i = 0; i < whole; ++i) refined[r * whole + i] = i < count ? u.scores[(list.row + r) * u.total + list.tokens[i]] : -INFINITY;
-        return;
+// Scores by full codes of some rows of a list, -inf past its last token; the largest of each. kept: the scanned levels, dots: of the low bits.
+template <int ROWS>
+inline Each rescore_rows(const Layout& l, const Queries& q, float noise_factor, const List& list, int64_t row, const Unit& u, const uint8_t* a, const int32_t* kept, const int32_t* dots, float* refined) {
+    const int64_t whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
+    Sixteen most[FEW], base[ROWS];
+    float scale[ROWS], noise[ROWS];
+    int32_t less[ROWS];
+    UNROLLED for (int r = 0; r < FEW; ++r) most[r] = Sixteen{} - INFINITY;
+    code_sums(q.codes + (u.first + row) * l.dim, ROWS, l.dim, less);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+        const int64_t of_query = u.first + row + r;
+        scale[r] = q.scale[of_query] * 0.5f, noise[r] = q.norm2[of_query] * noise_factor, less[r] *= (1 << low) - 1;
+        base[r] = load16(&u.base[(row + r) * u.pages()]);
     }
-    int32_t *dots = room(s.dots, (list.rows + 1) * whole), *kept = dots + list.rows * whole;
-    std::fill(kept + count, kept + whole, 0);
-    const int8_t* operands = q.codes + (u.first + list.row) * D;
-    token_dots(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, operands, list.rows, dots, whole, room(s.codes, code_stride(D)));
-    const float* a = full_scales(l, KEYS, u, list, s);
-    for (int64_t r = 0; r < list.rows; ++r) {
-        const int64_t row = list.row + r;
-        const float scale = q.scale[u.first + row] * 0.5f, noise = q.norm2[u.first + row] * noise_factor;
-        int32_t code_sum = 0;
-        for (int64_t d = 0; d < D; ++d) code_sum += operands[r * D + d];
-        for (int64_t i = 0; i < count; ++i) kept[i] = u.levels[row * u.total + list.tokens[i]];
-        for (int64_t i = 0; i < whole; i += 16) {
+    for (int64_t i = 0; i < whole; i += 16) {
+        const SixteenInts page = load16(list.tokens + i) >> u.page_log2;
+        const Sixteen size = load_halves(a + 2 * i), square = size * size;
+        UNROLLED for (int r = 0; r < ROWS; ++r) {
             // 2 code - (2^B - 1) = 2^low (2 top - (2^S - 1)) + 2 bits - (2^low - 1)
-            const SixteenInts level = (load16(kept + i) << int(low)) + 2 * load16(dots + r * whole + i) - ((1 << low) - 1) * code_sum;
-            const Sixteen size = load16(a + i), base = pick(load16(&u.base[row * u.pages()]), load16(list.tokens + i) >> u.page_log2);
-            const Sixteen score = (__builtin_convertvector(level, Sixteen) * scale * size + noise * (size * size)) + base;
-            store16(refined + r * whole + i, first_of(score, count - i, -INFINITY));
+            const SixteenInts level = (load16(kept + r * whole + i) << int(low)) + 2 * load16(dots + r * whole + i) - less[r];
+            const Sixteen all = (__builtin_convertvector(level, Sixteen) * scale[r] * size + noise[r] * square) + pick(base[r], page);
+            const Sixteen score = first_of(all, list.count - i, -INFINITY);
+            store16(refined + r * whole + i, score), most[r] = larger(score, most[r]);
         }
     }
+    return Each::of(most16(most));
+}
+
+// Scores of a list's tokens by their full codes, or as scanned if there is nothing below: [rows][whole]. The largest of each row goes to `peak`.
+inline void rescore(const Layout& l, const Queries& q, float noise_factor, const List& list, const Unit& u, float* refined, float* peak, Workspace& s) {
+    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
+    if (!low) {
+        for (int64_t r = 0; r < list.rows; ++r) {
+            for (int64_t i = 0; i < whole; ++i) refined[r * whole + i] = i < count ? u.scores[(list.row + r) * u.total + list.tokens[i]] : -INFINITY;
+            peak[r] = max16(refined + r * whole, whole);
+        }
+        return;
+    }
+    const uint8_t* a = full_scales(l, KEYS, u, list, s);
+    int32_t *dots = room(s.dots, 2 * list.rows * whole), *kept = dots + list.rows * whole;
+    for (int64_t r = 0; r < list.rows; ++r) {
+        const int32_t* levels = &u.levels[(list.row + r) * u.total];
+        for (int64_t i = 0; i < count; ++i) kept[r * whole + i] = levels[list.tokens[i]];
+        std::fill(kept + r * whole + count, kept + (r + 1) * whole, 0);
+    }
+    token_dots(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, q.codes + (u.first + list.row) * D, list.rows, dots, whole, room(s.codes, code_stride(D)));
+    for (int64_t first = 0; first < list.rows; first += FEW)
+        with_rows(list.rows - first, [&](auto rows) {
+            const Each most = rescore_rows<rows>(l, q, noise_factor, list, list.row + first, u, a, kept + first * whole, dots + first * whole, refined + first * whole);
+            for (int r = 0; r < rows; ++r) peak[first + r] = most.row[r];
+        });
 }
 
 // Level sums of the scanned values of all pages; integers: weights [pages][rows][P].
@@ -137,10 +160,10 @@ struct Part {
 
 // Weights p a [rows][whole] of some rows of a list; their largest of each page [FEW][16], and the sums of p to the pages' masses.
 template <int ROWS>
-inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part, int64_t parts, const float* p, const float* a, float* weights, float* most) {
+inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part, int64_t parts, const float* p, const uint8_t* a, float* weights, float* most) {
     const int64_t whole = list.whole();
     UNROLLED for (int r = 0; r < ROWS; ++r)
-        for (int64_t i = 0; i < whole; i += 16) store16(weights + r * whole + i, load16(p + r * whole + i) * load16(a + i));
+        for (int64_t i = 0; i < whole; i += 16) store16(weights + r * whole + i, load16(p + r * whole + i) * load_halves(a + 2 * i));
     for (const Part* end = part + parts; part < end; ++part) {
         Sixteen sum[FEW] = {}, peak[FEW] = {};
         for (int64_t i = part->first / 16 * 16; i < part->last; i += 16) {
@@ -161,6 +184,7 @@ inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part
 inline void add_list(const Layout& l, Unit& u, const List& list, const float* p, Workspace& s, float* o) {
     const int64_t D = l.dim, whole = list.whole(), stride = code_stride(D);
     auto words_at = [&](int64_t i) { return u.record[u.page_of(list.tokens[i])] + l.planes[VALUES]; };
+    const uint8_t* a = full_scales(l, VALUES, u, list, s);
     uint8_t* codes = room(s.codes, list.count * stride);
     value_codes(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, l.bits[VALUES] - l.scan_bits[VALUES],
                 words_at, [&](int64_t i) { return u.within_page(list.tokens[i]); }, l.scan_bits[VALUES], l.tokens * D / 8, D, codes);
@@ -170,7 +194,6 @@ inline void add_list(const Layout& l, Unit& u, const List& list, const float* p,
         for (last = i + 1; last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[i]); ++last) {}
         part[parts] = {u.page_of(list.tokens[i]), i, last};
     }
-    const float* a = full_scales(l, VALUES, u, list, s);
     float* weights = room(s.weight, FEW * whole);
     int8_t* integers = room(s.integers, FEW * whole + 16);
     for (int64_t from = 0; from < list.rows; from += FEW) {
@@ -211,10 +234,10 @@ inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor,
     bool far = false;
     for (const List& list : u.lists) {
         const int64_t whole = list.whole();
-        rescore(l, q, noise_factor, list, u, refined + list.row * whole, s);
+        rescore(l, q, noise_factor, list, u, refined + list.row * whole, m + list.row, s);
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
             float* to = refined + row * whole;
-            float peak = max16(to, whole);
+            float peak = m[row];
             // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
             if (!(u.peak[row] <= peak)) {
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
