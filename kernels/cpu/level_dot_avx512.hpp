@@ -214,8 +214,12 @@ INLINE void store_sums(const __m512i sum[ROWS][4], const int32_t less[ROWS], int
                 if (shift) x = _mm512_add_epi32(x, _mm512_slli_epi32(_mm512_maskz_loadu_epi32(inside, at), unsigned(shift)));
                 _mm512_mask_storeu_epi32(at, inside, x);
             };
+            auto put_half = [&](__m256i x, __m256i* at) __attribute__((always_inline)) {
+                if (shift) x = _mm256_add_epi32(x, _mm256_slli_epi32(_mm256_loadu_si256(at), unsigned(shift)));
+                _mm256_storeu_si256(at, x);
+            };
             if (PASS != NARROW) put(lanes, found, to);
-            else put(0xff, found, to), put(0xff, _mm512_zextsi256_si512(_mm512_extracti64x4_epi64(found, 1)), to + 4 * width);
+            else put_half(_mm512_castsi512_si256(found), (__m256i*)to), put_half(_mm512_extracti64x4_epi64(found, 1), (__m256i*)(to + 4 * width));
         }
 }
 
@@ -256,17 +260,25 @@ private:
     void dot_rows(const uint8_t* words, int64_t width, int64_t row, int32_t* out, int64_t out_stride, Ahead& ahead) const {
         for (int64_t at = 0; at < width; at += 16) {
             if (width == 8) {
-                dot_pass<ROWS, NARROW>(words, width, 0xff, row, out, out_stride, ahead);
+                dot_pass<ROWS, NARROW, false>(words, width, 0xff, row, out, out_stride, ahead);
                 return;
             }
             const __mmask16 lanes = width - at >= 16 ? 0xffff : (1u << (width - at)) - 1;
-            dot_pass<ROWS, EVEN>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
-            dot_pass<ROWS, ODD>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
+            if (width == 16) {
+                dot_pass<ROWS, EVEN, true>(words, width, lanes, row, out, out_stride, ahead);
+                dot_pass<ROWS, ODD, true>(words, width, lanes, row, out, out_stride, ahead);
+                return;
+            }
+            dot_pass<ROWS, EVEN, false>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
+            dot_pass<ROWS, ODD, false>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
         }
     }
 
-    template <int ROWS, Pass PASS>
+    // With constants for an array of 16 columns: what is stored with a mask is not soon there for a load.
+    template <int ROWS, Pass PASS, bool SIXTEEN>
     __attribute__((noinline)) void dot_pass(const uint8_t* words, int64_t width, __mmask16 lanes, int64_t row, int32_t* out, int64_t out_stride, Ahead& ahead) const {
+        if (SIXTEEN) width = 16, lanes = 0xffff;
+        if (PASS == NARROW) width = 8;
         if (planes_ == 1) {
             const Tables& tables = tables_[size_t(row / BESIDE)];
             const uint8_t* fetch = ahead.take((PASS == NARROW ? 6 : 3) * __builtin_popcountll(tables.used));
