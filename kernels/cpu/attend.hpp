@@ -85,7 +85,7 @@ inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int
     thread_local Own of_thread;
     auto& [u, s, ahead, keys] = of_thread;
     const int64_t rows = q.group, per_granule = heads * q.count, all = count * per_granule;
-    auto prepare = [&](Operands& to, int64_t unit) { to.set(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
+    auto prepare = [&](Operands& to, int64_t unit) { to.set<true>(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
     const bool once = q.count == 1;  // the same queries in all granules
     if (int64_t(keys.size()) < (once ? heads : 1)) keys.resize(size_t(once ? heads : 1));
     if (once && count)

@@ -19,10 +19,13 @@ struct Factors {
 // q.c of some rows; `centroid` in halves.
 template <int COUNT>
 inline Each centroid_products(const float* q, const uint8_t* centroid, int64_t rows) {
-    Sixteen c[COUNT], sum[FEW] = {};
+    Sixteen c[COUNT];
     UNROLLED for (int i = 0; i < COUNT; ++i) c[i] = load_halves(centroid + 32 * i);
-    for (int64_t r = 0; r < rows; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
-    return Each::of(fold16(sum));
+    return with_rows(rows, [&](auto count) {
+        Sixteen sum[FEW] = {};
+        UNROLLED for (int r = 0; r < count; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
+        return Each::of(fold16(sum));
+    });
 }
 
 inline Each centroid_scores(const float* q, const uint8_t* centroid, int64_t dim, int64_t rows, Workspace& s) {

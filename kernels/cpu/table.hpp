@@ -13,7 +13,7 @@ namespace {
 inline void dot_one(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
     Ahead nothing;
     Operands prepared;
-    prepared.set(planes, height, operands, stride, rows);
+    prepared.set<true>(planes, height, operands, stride, rows);
     prepared.dot(words, width, out, out_stride, nothing);
 }
 

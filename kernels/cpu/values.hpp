@@ -117,7 +117,7 @@ inline void rescore(const Layout& l, const Queries& q, float noise_factor, const
 // Level sums of the scanned values of all pages; integers: weights [pages][rows][P].
 inline void dot_values(const Layout& l, Unit& u, const int8_t* integers, Workspace& s, Ahead& ahead) {
     for (int64_t page = 0; page < u.pages(); ++page) {
-        s.weights.set(l.scan_bits[VALUES], l.tokens / 4, integers + page * u.rows * l.tokens, l.tokens, u.rows);
+        s.weights.set<false>(l.scan_bits[VALUES], l.tokens / 4, integers + page * u.rows * l.tokens, l.tokens, u.rows);
         s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
     }
 }
