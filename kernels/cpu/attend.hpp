@@ -44,32 +44,30 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
         const Each rounder = rounders(u, first);
         Each factor;
         for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift(first + r) - u.peak[first + r]);
+        Four total = {};
         with_rows(u.rows - first, [&](auto count) {
             Each* most = room(s.most, pages);
             for (int64_t page = 0; page < pages; ++page) {
                 float* rows = &u.scores[first * u.total + page * P];
                 const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows);
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
+                u.mass[u.block(first, page)] = Each::of(found.sum.all() * factor.all()), total += u.mass[u.block(first, page)].all();
             }
             for (int64_t page = 0; page < pages; ++page) {
                 const Each size = quantize_rows<V>(count, &u.scores[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
+                u.size[u.block(first, page)] = Each::of(size.all() * factor.all() * unit);
             }
+            for (int r = 0; r < count; ++r) l_out[first + r] = total[r];
         });
     }
     dot_values(l, u, integers, s, ahead);
-    for (int64_t r = 0; r < u.rows; ++r) {
-        l_out[r] = 0.0f;
-        for (int64_t page = 0; page < pages; ++page) l_out[r] += u.mass[r * pages + page];
-    }
     combine<false>(l, u, o);
 }
 
 // What each page has of l, [rows][pages]; zero where none is sealed.
 inline void tell_pages(const Layout& l, const Unit& u, const uint8_t* page_valid, float* to) {
     for (int64_t r = 0; r < u.rows; ++r)
-        for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[r * u.pages() + held++] : 0.0f;
+        for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[u.block(r, held++)].row[r % FEW] : 0.0f;
 }
 
 // `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. Returns the

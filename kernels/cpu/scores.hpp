@@ -11,11 +11,6 @@
 
 namespace {
 
-// What the scores of a few rows and one page are made of.
-struct Factors {
-    Each scale, noise, base;
-};
-
 // q.c of some rows; `centroid` in halves.
 template <int COUNT>
 inline Each centroid_products(const float* q, const uint8_t* centroid, int64_t rows) {
@@ -51,15 +46,10 @@ inline void base_scores(const Layout& l, const Queries& q, Unit& u, Workspace& s
         }
 }
 
-// A unit of the levels of one half can be taken into the scale: that rounds nothing.
-inline Factors factors(const Layout& l, const Queries& q, float noise_factor, const Unit& u, int64_t page, int64_t first, int64_t rows) {
-    const int64_t row = u.first + first;
-    Factors found = {};
-    const float unit = level_unit(l.scan_bits[KEYS]);
-    for (int64_t r = 0; r < rows; ++r) {
-        found.scale.row[r] = q.scale[row + r] * unit, found.noise.row[r] = q.norm2[row + r] * noise_factor;
-        found.base.row[r] = u.base[(first + r) * u.pages() + page];
-    }
+// Of a page; what belongs to the queries was found before. A unit of the levels of one half can be taken into the scale: that rounds nothing.
+inline Factors factors(const Unit& u, int64_t page, int64_t first, int64_t rows, const Factors& of_queries) {
+    Factors found = of_queries;
+    for (int64_t r = 0; r < rows; ++r) found.base.row[r] = u.base[(first + r) * u.pages() + page];
     return found;
 }
 
@@ -68,12 +58,17 @@ template <int V>
 inline void score_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     room(u.levels, u.rows * u.total), room(u.scores, u.rows * u.total);
     base_scores(l, q, u, s);
+    Factors* of_queries = room(s.factors, (u.rows + FEW - 1) / FEW);
+    for (int64_t r = 0; r < u.rows; ++r) {
+        of_queries[r / FEW].scale.row[r % FEW] = q.scale[u.first + r] * level_unit(l.scan_bits[KEYS]);
+        of_queries[r / FEW].noise.row[r % FEW] = q.norm2[u.first + r] * noise_factor;
+    }
     for (int64_t page = 0; page < u.pages(); ++page) {
         keys.dot(u.record[page] + l.planes[KEYS], l.tokens / 8, &u.levels[page * l.tokens], u.total, ahead);
         for (int64_t first = 0; first < u.rows; first += FEW) {
             const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * l.tokens;
             ahead.step(size_t(12 * rows));
-            const Factors f = factors(l, q, noise_factor, u, page, first, rows);
+            const Factors f = factors(u, page, first, rows, of_queries[first / FEW]);
             with_rows(rows, [&](auto count) {
                 score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first]);
             });

@@ -16,7 +16,7 @@ namespace {
 template <int PAGES, int ROWS, bool ADD>
 inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o) {
     const int64_t dim = l.dim, pages = PAGES ? PAGES : u.pages(), stride = u.rows * dim;
-    const float *mass = &u.mass[first * pages], *size = &u.size[first * pages];
+    const Each *mass = &u.mass[u.block(first, 0)], *size = &u.size[u.block(first, 0)];
     const int32_t* sums = u.sums.data() + first * dim;
     int64_t d = 0;
     for (; d + 16 <= dim; d += 16) {
@@ -24,9 +24,9 @@ inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(o + r * dim + d) : Sixteen{};
         UNROLLED for (int64_t page = 0; page < pages; ++page) {
             const Sixteen center = load_halves(u.centroid(l, VALUES, page) + 2 * d);
-            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[r * pages + page], sum[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[page].row[r], sum[r]);
             UNROLLED for (int r = 0; r < ROWS; ++r)
-                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[r * pages + page], sum[r]);
+                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[page].row[r], sum[r]);
         }
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d, sum[r]);
     }
@@ -36,7 +36,7 @@ inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o
             for (int64_t page = 0; page < pages; ++page) {
                 uint16_t center;
                 std::memcpy(&center, u.centroid(l, VALUES, page) + 2 * d, 2);
-                sum += half_to_float(center) * mass[r * pages + page] + float(sums[page * stride + r * dim + d]) * size[r * pages + page];
+                sum += half_to_float(center) * mass[page].row[r] + float(sums[page * stride + r * dim + d]) * size[page].row[r];
             }
             o[r * dim + d] = sum;
         }
@@ -142,11 +142,11 @@ inline void sum_scanned(const Layout& l, Unit& u, bool apart, Workspace& s, Ahea
                 float* p = &u.p[first * u.total + page * P];
                 const Weighed found = weigh_rows<V, count>(p, u.total, taken, u.scales(l, VALUES, page));
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r];
+                u.mass[u.block(first, page)] = found.sum;
             }
             for (int64_t page = 0; page < pages; ++page) {
                 const Each size = quantize_rows<V>(count, &u.p[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * unit;
+                u.size[u.block(first, page)] = Each::of(size.all() * unit);
             }
         });
     }
@@ -175,7 +175,8 @@ inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part
             }
         }
         const Each mass = Each::of(fold16(sum)), top = Each::of(most16(peak));
-        UNROLLED for (int r = 0; r < ROWS; ++r) u.mass[(list.row + from + r) * u.pages() + part->page] += mass.row[r], most[16 * r + part->page] = top.row[r];
+        float* to = &u.mass[u.block(list.row + from, part->page)].row[(list.row + from) % FEW];
+        UNROLLED for (int r = 0; r < ROWS; ++r) to[r] += mass.row[r], most[16 * r + part->page] = top.row[r];
     }
 }
 
@@ -271,15 +272,19 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
         for (const List& list : u.lists)
             for (int64_t row = list.row; row < list.row + list.rows; ++row) replace(u, factor[row], row, list, refined + row * whole), factor[row] = 1.0f;
     if (far || !apart) sum_scanned<V>(l, u, apart, s, ahead);
-    for (int64_t row = 0; row < u.rows; ++row) {
-        float total = 0.0f;
-        if (apart) {
+    for (int64_t first = 0; first < u.rows; first += FEW) {
+        Each total = {}, by = {};
+        for (int64_t r = 0; r < FEW && first + r < u.rows; ++r) {
+            by.row[r] = factor[first + r];
             Sixteen mass = {};
-            for (int64_t i = 0; i < whole; i += 16) mass += load16(refined + row * whole + i);
-            total = fold16(mass);
+            for (int64_t i = 0; i < whole && apart; i += 16) mass += load16(refined + (first + r) * whole + i);
+            total.row[r] = fold16(mass);
         }
-        for (int64_t at = row * pages; at < (row + 1) * pages; ++at) u.mass[at] *= factor[row], u.size[at] *= factor[row], total += u.mass[at];
-        l_out[row] = total;
+        for (int64_t at = u.block(first, 0); at < u.block(first, pages); ++at) {
+            u.mass[at] = Each::of(u.mass[at].all() * by.all()), u.size[at] = Each::of(u.size[at].all() * by.all());
+            total = Each::of(total.all() + u.mass[at].all());
+        }
+        for (int64_t r = 0; r < FEW && first + r < u.rows; ++r) l_out[first + r] = total.row[r];
     }
     if (!apart) return combine<false>(l, u, o);
     std::fill_n(o, u.rows * l.dim, 0.0f);

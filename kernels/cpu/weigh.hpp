@@ -20,6 +20,7 @@ constexpr int64_t FEW = 4;  // rows
 struct Each {
     float row[FEW];
     static Each of(Four x) { Each each; std::memcpy(each.row, &x, sizeof x); return each; }
+    Four all() const { Four x; std::memcpy(&x, row, sizeof x); return x; }
 };
 
 // run(n) with the number of rows as a constant, at most FEW.
