@@ -51,8 +51,9 @@ public:
     }
 
     INLINE void read(const uint8_t* first, __m512i code[DIM / 64]) const {
-        // A register from the token's first byte on would often touch a line more, which nobody has asked for, masked or not.
-        const int64_t into = int64_t(uintptr_t(first) % LINE_BYTES), back = into + bytes_ <= LINE_BYTES ? into : 0;
+        // A register from the token's first byte on would often touch a line more, which nobody has asked for, masked or not. Which tokens lie
+        // in one line nobody can foresee: no branch.
+        const int64_t into = int64_t(uintptr_t(first) % LINE_BYTES), back = into & (into + bytes_ - LINE_BYTES - 1) >> 63;
         const __m512i bits = _mm512_loadu_si512(first - back), place = _mm512_add_epi8(from_, _mm512_set1_epi8(char(back)));
         UNROLL for (int half = 0; half < DIM / 64; ++half)
             code[half] = _mm512_gf2p8affine_epi64_epi8(column_, _mm512_maskz_permutexvar_epi8(used_, _mm512_add_epi8(place, _mm512_set1_epi8(char(8 * half))), bits), 0);
