@@ -31,6 +31,8 @@ class Config:
     most_registers: int | None = None
     exact_warps: int = 4
     most_warps: int = 8
+    word_rows: int = 16
+    word_warps: int = 4
 
     def heads_at_once(self, dim: int) -> int:
         """Query heads of a program of `decode`: their scores and outputs fill the registers of one warp."""
@@ -47,6 +49,10 @@ class Config:
 
     def select_warps(self, heads: int, lists: int) -> int:
         return max(1, heads // 4, lists // 2)
+
+    def word_tile(self, groups: int) -> int:
+        """Tokens whose words, turned, fill the registers of a program."""
+        return max(16, 1024 // groups)
 
     def refine_heads_at_once(self, dim: int) -> int:
         return self.columns if dim <= 128 else self.columns // 2
