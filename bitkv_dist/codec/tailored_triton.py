@@ -15,7 +15,7 @@ from bitkv_dist.kernels import triton
 from bitkv_dist.partial import Partial, merge
 
 WIDTH = 8  # channels of a word
-MOST_DIM = 256
+MOST_DIM = 128
 MOST_EXACT = 2048  # whole numbers up to it are exact in fp16
 
 
@@ -27,8 +27,11 @@ class TailoredCodecTriton(TailoredCodec):
         self.unserved = "eviction: heavy" if config.eviction == "heavy" else self.unserved_books()
         self.takes_tables = self.unserved is None
         if self.takes_tables:
+            for books in self.books.values():
+                books.words = books.words.to(torch.float16)  # the same numbers in as many bytes; encoding reads them as fp32
             self.pages = self.word_pages()
-            self.book_bytes += sum(table.nbytes for side in (self.pages.keys, self.pages.values) for table in side)
+            tables = (*self.pages.keys[1:], *self.pages.values[1:], self.pages.place_turns)
+            self.book_bytes += sum(table.nbytes for table in tables)
 
     def unserved_books(self) -> str | None:
         """What about this file the kernel does not know, or None."""
@@ -46,13 +49,19 @@ class TailoredCodecTriton(TailoredCodec):
         return None if paired.all() else "codebooks that part the channels of a pair"
 
     def word_pages(self) -> triton.WordPages:
-        fields = self.layout.fields
-        sides = {side: words_of(books) for side, books in self.books.items()}
-        keys = sides["K"]._replace(factor=sides["K"].factor * self.rope.scaling)
+        fields, rope, heads = self.layout.fields, self.rope, self.heads
+        keys, values = key_words(self.books["K"], rope.scaling), value_words(self.books["V"])
+        pair = keys.channels[:, ::2].long()
+        turns = torch.zeros(2, heads.kv_heads, self.tokens, 4 * triton.padded_groups(heads.head_dim), device=heads.device)
+        for table, places, still in zip(turns, rope.places, (1.0, 0.0), strict=True):  # cosines, then sines
+            places = torch.cat((places, places.new_full((self.tokens, 1), still)), 1)
+            table[..., : pair.shape[1]] = places[:, pair.clamp(max=rope.half)].transpose(0, 1)
         correction = None if self.correction is None else self.correction[:, 0, 0].contiguous()
         codes = fields["Kcodes"].offset, fields["Vcodes"].offset
-        return triton.WordPages(self.tokens, self.heads.head_dim, self.record_bytes, codes, fields["Kscale"].offset, self.share,
-                                keys, sides["V"], correction, self.rope.pages, self.rope.places)  # fmt: skip
+        return triton.WordPages(
+            self.tokens, heads.head_dim, self.record_bytes, codes, fields["Kscale"].offset, self.share, keys, values,
+            correction, rope.pages, turns.transpose(0, 1).contiguous(),
+        )  # fmt: skip
 
     def attend(self, query: torch.Tensor, records: torch.Tensor, page_valid: torch.Tensor, choice: None = None,
                granules: torch.Tensor | None = None, page_mass: torch.Tensor | None = None) -> tuple[Partial, ReadCount]:
@@ -88,9 +97,16 @@ def channels_of(books: Books) -> torch.Tensor:
     return torch.arange(books.groups * books.width, device=books.words.device).expand(len(books.words), -1)
 
 
-def words_of(books: Books) -> triton.Words:
-    """One side's books as the kernel takes them."""
+def key_words(books: Books, scaling: float) -> triton.Keys:
+    """The books of keys as the kernel takes them; scaling: RoPE's factor."""
+    channels = channels_of(books)
+    worth = scaling * books.unit.repeat_interleave(WIDTH, 1) / books.weight[:, 0].gather(1, channels)
+    factor = worth.unflatten(1, (-1, 2)).amax(-1)
+    shares = worth / factor.repeat_interleave(2, 1)
+    return triton.Keys(books.words[:, :, 0], channels.int().contiguous(), factor, shares)
+
+
+def value_words(books: Books) -> triton.Values:
     channels = channels_of(books)
     factor = books.unit.repeat_interleave(WIDTH, 1) / books.weight[:, 0].gather(1, channels)
-    words = books.words[:, :, 0].to(torch.float16).contiguous()
-    return triton.Words(words, channels.int().contiguous(), factor.contiguous(), books.center[:, 0].contiguous())
+    return triton.Values(books.words[:, :, 0], channels.int().contiguous(), factor, books.center[:, 0].contiguous())

@@ -9,4 +9,4 @@ from bitkv_dist.kernels.triton.exact import attend_exact
 from bitkv_dist.kernels.triton.layout import Layout
 from bitkv_dist.kernels.triton.merge import halve, tree
 from bitkv_dist.kernels.triton.query import Query, quantize_query, rotate_back
-from bitkv_dist.kernels.triton.words import WordPages, Words, attend_words
+from bitkv_dist.kernels.triton.words import Keys, Values, WordPages, attend_words, padded_groups
