@@ -126,15 +126,15 @@ def test_attention_is_that_of_the_reference(folder, poisoned, case):
     torch.testing.assert_close(found.m[valid.any(1)], wanted.m[valid.any(1)], atol=3e-5, rtol=0)
 
 
-@pytest.mark.parametrize("arch", ["sm_100", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_every_architectures_tiles_give_the_same_attention(folder, monkeypatch, arch):
     """As they are cut there, run by the interpreter."""
     configured = tables.ARCHITECTURES
     here = tables.replace(configured[arch], assembly=configured["interpreter"].assembly)
     monkeypatch.setitem(tables.ARCHITECTURES, "interpreter", here)
     mine, plain = (codec_of(kernels, file_of(folder, 128), 128, 64) for kernels in ("triton", "reference"))
-    records, q = granules(plain, 1)[:, :3], queries(4, 128)
-    valid = torch.ones(1, 3, dtype=torch.bool)
+    records, q = granules(plain, 1)[:, :2], queries(4, 128)
+    valid = torch.ones(1, 2, dtype=torch.bool)
     assert_same_attention(mine.attend(q, records, valid)[0], plain.attend(q, records, valid)[0], output=2e-5)
 
 
@@ -202,7 +202,8 @@ def served(tmp_path_factory):
 
 def test_a_recorded_step_answers_as_the_reference(served):
     """Tokens and sealed bytes; no length of a step is the host's."""
-    found, wanted = alone("triton", *served, PROMPTS, graph=True), alone("reference", *served, PROMPTS)
+    found, wanted = (alone(kernels, *served, PROMPTS, max_new_tokens=6, graph=kernels == "triton")
+                     for kernels in ("triton", "reference"))  # fmt: skip
     assert found.recorder.recorded == 1 and found.kernel["backend"] == "triton" and found.kernel["graph"]
     assert found.tokens == wanted.tokens and found.digest == wanted.digest and found.reads == wanted.reads
     torch.testing.assert_close(found.logits, wanted.logits, atol=1e-4, rtol=0)

@@ -42,7 +42,7 @@ class Config:
     most_registers: int | None = None
     exact_warps: int = 4
     most_warps: int = 8
-    words: tuple[WordTile, WordTile] = (WordTile(64, 2, 1), WordTile(64, 4, 2))
+    words: tuple[WordTile, WordTile] = (WordTile(32, 1, 2), WordTile(16, 1, 4))
 
     def heads_at_once(self, dim: int) -> int:
         """Query heads of a program of `decode`: their scores and outputs fill the registers of one warp."""
@@ -76,10 +76,11 @@ class Config:
 
 NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
 # From four warps on, Triton 3.9 takes tcgen05.mma, which has no tile of eight columns, and fails.
-BLACKWELL = replace(NVIDIA, most_warps=2, words=(WordTile(64, 2, 1), WordTile(32, 2, 4)))
+BLACKWELL = replace(NVIDIA, most_warps=2)
 AMD = Config(columns=16, lanes=64, assembly=GCN.value, stages=2, precision="ieee",
              words=(WordTile(64, 2, 1), WordTile(64, 2, 2)))  # fmt: skip
-INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
+INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee",
+                     words=(WordTile(64, 1, 1), WordTile(64, 1, 2)))  # fmt: skip
 
 ARCHITECTURES: dict[str, Config] = {
     "sm_80": NVIDIA,

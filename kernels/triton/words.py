@@ -151,7 +151,7 @@ def dots(x, high, low, sums):
     return tl.dot(x_high, high, tl.dot(x_high, low, tl.dot(x_low, high, sums)))
 
 
-@triton.jit(do_not_specialize=["lanes", "slots"])
+@triton.jit(do_not_specialize=["lanes", "slots", "rows"])
 def words(
     records, granules, bounds, q, key_words, key_channels, key_factor, key_shares, correction, page_turns, place_turns,
     value_words, value_channels, value_factor, value_center, m_out, l_out, o_out, lanes, slots, heads, rows,
@@ -216,17 +216,19 @@ def words(
             )
         for start in tl.range(0, P, TILE):
             token = start + tl.arange(0, TILE)
-            scale = halves(scales + SCALE, token // SHARE * (RECORD // 2) + token % SHARE)
             indices = word_indices(page + KEY_CODES, start, P, TILE, GROUPS, REAL, index_bits(KEY_COUNT))
             indices = by_parts(indices, PARTS)
+            # Plus 0, which the compiler does not know: loaded once for all tiles, they would fill registers.
+            shares = key_shares + head * D + tl.multiple_of(start >> 30, 16)
             scores = tl.zeros((TILE, COLS), tl.float32)
             for i in tl.static_range(PARTS):
                 found = looked_up(key_words, indices[i], i * PAIRS // 4, REAL, KEY_COUNT).to(tl.float32)
-                x, y = key_pairs(found, key_shares + head * D, i * 2 * PAIRS, D)
+                x, y = key_pairs(found, shares, i * 2 * PAIRS, D)
                 entry = token[:, None] * (4 * GROUPS) + i * PAIRS + tl.arange(0, PAIRS)[None, :]
                 cos, sin = tl.load(place_cos + entry), tl.load(place_sin + entry)
                 scores = dots(x * cos - y * sin, back[4 * i], back[4 * i + 1], scores)
                 scores = dots(y * cos + x * sin, back[4 * i + 2], back[4 * i + 3], scores)
+            scale = halves(scales + SCALE, token // SHARE * (RECORD // 2) + token % SHARE)
             scores *= q_unit[None, :]
             if CORRECTED:
                 scores += variance[None, :] * scale[:, None]
