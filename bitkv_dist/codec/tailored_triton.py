@@ -70,11 +70,6 @@ class TailoredCodecTriton(TailoredCodec):
         part = triton.attend_words(self.pages, query[None], triton.granule_table(records, page_valid))
         return Partial(*(tensor[0] for tensor in part)), self.count_reads(page_valid.sum(), 1)
 
-    def count_reads(self, pages: int | torch.Tensor, queries: int, refined: int = 0) -> ReadCount:
-        """Whole records, for each query."""
-        pages = pages * self.heads.kv_heads * queries
-        return ReadCount(pages * self.record_bytes * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
-
     def table(self, base: torch.Tensor, offsets: torch.Tensor, bounds: torch.Tensor) -> triton.Table:
         return triton.Table(base, offsets, bounds)
 
