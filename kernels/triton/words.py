@@ -317,7 +317,7 @@ def attend_words(pages: WordPages, q: torch.Tensor, table: Table) -> tuple[torch
         KEY_COUNT=pages.keys.words.shape[-2], VALUE_COUNT=pages.values.words.shape[-2],
         KEY_CODES=pages.codes[0], VALUE_CODES=pages.codes[1], SCALE=pages.scale, SHARE=pages.share,
         HALF=pages.page_turns.shape[-1], TABLED=pages.page_turns.shape[1], CORRECTED=corrected,
-        GROUPS=groups, PARTS=min(tile.parts, groups // 4), TILE=min(pages.tokens, tile.tokens), COLS=chosen.columns, BLOCKS=blocks,
-        ASSEMBLY=chosen.assembly, num_warps=tile.warps, num_stages=1, **chosen.registers(),
+        GROUPS=groups, PARTS=min(tile.parts, groups // 4), TILE=min(pages.tokens, tile.tokens), COLS=chosen.columns,
+        BLOCKS=blocks, ASSEMBLY=chosen.assembly, num_warps=tile.warps, num_stages=1, **chosen.registers(),
     )  # fmt: skip
     return m, l, o
