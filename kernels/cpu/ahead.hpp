@@ -54,6 +54,12 @@ public:
         return from;
     }
 
+    // As above; `other`, which is at hand, if there is nothing left.
+    const uint8_t* take(int64_t lines, const uint8_t* other) {
+        const uint8_t* from = take(lines);
+        return from ? from : other;
+    }
+
     // Asks for the next `lines` lines of the scan.
     void walk(int64_t lines) {
         for (; lines && pages_; --lines) __builtin_prefetch(take(1), 0, 2);

@@ -49,7 +49,7 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
             Each* most = room(s.most, pages);
             for (int64_t page = 0; page < pages; ++page) {
                 float* rows = &u.scores[first * u.total + page * P];
-                const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows);
+                const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows, ahead.take(V, u.record[page]));
                 most[page] = found.most;
                 u.mass[u.block(first, page)] = Each::of(found.sum.all() * factor.all()), total += u.mass[u.block(first, page)].all();
             }

@@ -49,6 +49,7 @@ INLINE void accumulate_some(__m512i sum[4], const __m512i index[4], const uint8_
 
 constexpr int64_t ONES = 0x0101010101010101;
 constexpr int64_t BESIDE = 4;  // rows of sums side by side
+constexpr int64_t LINES = 2;  // of the cache asked for with a block
 constexpr int64_t BLOCKS = 32;  // of 16 operands (four words): head dims up to 512
 
 // Lookup tables of up to BESIDE rows.
@@ -155,7 +156,6 @@ INLINE void numbers(const __m512i word[4], __m512i place, __m512i to[4]) {
 // Sums of one plane by lookups; asks for LINES lines from `fetch` on with each block.
 template <int ROWS, Pass PASS>
 INLINE void look_up(const Tables& tables, const uint8_t* words, int64_t height, int64_t width, __mmask16 lanes, __m512i sum[ROWS][4], const uint8_t* fetch) {
-    constexpr int64_t LINES = PASS == NARROW ? 4 : 3;
     const __m512i place = _mm512_set1_epi32(0x30201000), twos = _mm512_set1_epi8(2);
     __m512i index[4];
     auto look = [&](uint64_t left, __m512i to[4]) __attribute__((always_inline)) {
@@ -284,9 +284,9 @@ private:
         if (PASS == NARROW) width = 8;
         if (planes_ == 1) {
             const Tables& tables = tables_[size_t(row / BESIDE)];
-            const uint8_t* fetch = ahead.take((PASS == NARROW ? 4 : 3) * __builtin_popcountll(tables.used));
+            const uint8_t* fetch = ahead.take(LINES * __builtin_popcountll(tables.used), words);
             __m512i sum[ROWS][4] = {};
-            look_up<ROWS, PASS>(tables, words, height_, width, lanes, sum, fetch ? fetch : words);
+            look_up<ROWS, PASS>(tables, words, height_, width, lanes, sum, fetch);
             store_sums<ROWS, PASS>(sum, tables.total, 0, width, lanes, out, out_stride);
             return;
         }
@@ -303,9 +303,9 @@ private:
 
     template <int ROWS, Pass PASS, int PLANES>
     void dot_codes(const uint8_t* words, int64_t width, __mmask16 lanes, int64_t row, int shift, int32_t* out, int64_t out_stride, Ahead& ahead) const {
-        const uint8_t* fetch = ahead.take((PLANES / 2 + 1) * (PASS == NARROW ? 2 : 1) * height_);
+        const uint8_t* fetch = ahead.take((PLANES / 2 + 1) * (PASS == NARROW ? 2 : 1) * height_, words);
         __m512i sum[ROWS][4] = {};
-        multiply<ROWS, PASS, PLANES>(operands_ + row * stride_, stride_, words, height_, width, lanes, sum, fetch ? fetch : words);
+        multiply<ROWS, PASS, PLANES>(operands_ + row * stride_, stride_, words, height_, width, lanes, sum, fetch);
         int32_t less[ROWS];
         UNROLL for (int r = 0; r < ROWS; ++r) less[r] = ((1 << PLANES) - 1) * totals_[size_t(row + r)];
         store_sums<ROWS, PASS>(sum, less, shift, width, lanes, out, out_stride);

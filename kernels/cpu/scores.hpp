@@ -70,7 +70,7 @@ inline void score_pages(const Layout& l, const Queries& q, float noise_factor, c
             ahead.step(size_t(12 * rows));
             const Factors f = factors(u, page, first, rows, of_queries[first / FEW]);
             with_rows(rows, [&](auto count) {
-                score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first]);
+                score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first], ahead.take(V, u.record[page]));
             });
         }
     }
@@ -91,7 +91,7 @@ inline Each rounders(const Unit& u, int64_t first) {
 
 // p of all tokens; the log-sum-exp of each row over the granule.
 template <int V>
-inline void soften(const Layout& l, Unit& u, float* log_sums) {
+inline void soften(const Layout& l, Unit& u, float* log_sums, Ahead& ahead) {
     room(u.p, u.rows * u.total);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const Each rounder = rounders(u, first);
@@ -99,7 +99,7 @@ inline void soften(const Layout& l, Unit& u, float* log_sums) {
             float total[FEW] = {};
             for (int64_t page = 0; page < u.pages(); ++page) {
                 const int64_t at = first * u.total + page * l.tokens;
-                const Each sum = soften_rows<V, count, false>(&u.scores[at], u.total, rounder, nullptr, &u.p[at]).sum;
+                const Each sum = soften_rows<V, count, false>(&u.scores[at], u.total, rounder, nullptr, &u.p[at], ahead.take(V, u.record[page])).sum;
                 for (int r = 0; r < count; ++r) total[r] += sum.row[r];
             }
             for (int r = 0; r < count; ++r) log_sums[first + r] = u.shift(first + r) + std::log2(total[r]);
@@ -130,7 +130,7 @@ template <int V>
 inline void begin(const Layout& l, const Queries& q, const Refinement& refine, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     score_pages<V>(l, q, refine.scan_noise, keys, u, s, ahead);
     float* log_sums = room(s.log_sum_exp, u.rows);
-    soften<V>(l, u, log_sums);
+    soften<V>(l, u, log_sums, ahead);
     choose(l, refine, u, log_sums, s, ahead);
 }
 

@@ -140,7 +140,7 @@ inline void sum_scanned(const Layout& l, Unit& u, bool apart, Workspace& s, Ahea
                 if (apart)
                     for (int r = 0; r < count; ++r) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
                 float* p = &u.p[first * u.total + page * P];
-                const Weighed found = weigh_rows<V, count>(p, u.total, taken, u.scales(l, VALUES, page));
+                const Weighed found = weigh_rows<V, count>(p, u.total, taken, u.scales(l, VALUES, page), ahead.take(V, u.record[page]));
                 most[page] = found.most;
                 u.mass[u.block(first, page)] = found.sum;
             }
@@ -261,7 +261,7 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
     const bool far = refine_scores(l, q, refine.full_noise, u, refined, factor, m, s);
     if (far) {  // p may have lost what now counts
-        soften<V>(l, u, room(s.log_sum_exp, u.rows));
+        soften<V>(l, u, room(s.log_sum_exp, u.rows), ahead);
         for (int64_t row = 0; row < u.rows; ++row) {
             if (std::fabs(u.shift(row) - m[row]) < 32.0f) continue;
             for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], exp2_fast(load16(&u.scores[t]) - m[row]));

@@ -1,5 +1,5 @@
 // Up to four query rows and one page of 16 V tokens: scores, softmax, integer weights. The rows go through each step side by side: one alone
-// would wait for its own results, and what belongs to the tokens is then read once.
+// would wait for its own results, and what belongs to the tokens is then read once. V lines from `fetch` on are asked for on the way.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,6 +8,7 @@
 #endif
 #include <type_traits>
 
+#include "ahead.hpp"
 #include "numbers.hpp"
 
 namespace {
@@ -35,11 +36,12 @@ inline auto with_rows(int64_t rows, const Run& run) {
 // Scores: level * scale * a + noise * a^2 + base, for the scales `a` as they are stored, rounded like those of the reference so that the same
 // tokens are selected. `lanes` [ROWS][16] has the largest score of each lane, over all pages from the `first` on.
 template <int V, int ROWS>
-inline void score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride, bool first, float* __restrict lanes) {
+inline void score_rows(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, float* __restrict to, int64_t stride, bool first, float* __restrict lanes, const uint8_t* fetch) {
     Sixteen most[ROWS];
     UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = load16(lanes + 16 * r);
     for (int i = 0; i < V; ++i) {
         const Sixteen size = load_halves(a + 32 * i), square = size * size;
+        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         Sixteen score[ROWS];
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = __builtin_convertvector(load16(level + r * level_stride + 16 * i), Sixteen) * scale.row[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) score[r] = score[r] * size + square * noise.row[r];
@@ -56,9 +58,10 @@ struct Weighed {
 
 // p = 2^(x - shift), whole shifts as exp2_beside takes them; the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
 template <int V, int ROWS, bool WEIGH>
-inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to) {
+inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to, const uint8_t* fetch) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
+        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         Sixteen p[ROWS];
         UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i);
         exp2_beside(p, rounder.row);
@@ -75,9 +78,10 @@ inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, 
 
 // p -> weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of their p, the largest weights.
 template <int V, int ROWS>
-inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b) {
+inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b, const uint8_t* fetch) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
+        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         const Sixteen size = load_halves(b + 32 * i);
         Sixteen weight[ROWS];
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] = without(load16(p + r * stride + 16 * i), taken[r][i]);
