@@ -117,16 +117,19 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.residual import ResidualCodec
     from bitkv_dist.codec.tailored import TailoredCodec
     from bitkv_dist.codec.worded import WordedCodec
+    from bitkv_dist.codec.words_cpu import TailoredCodecCpu, WordedCodecCpu
 
     if config.codec == "looped":
         if layer != anchor_of(layer, heads):
             return LoopedCodec(config, heads, layer)
         config = planes_config(config, ANCHOR_BITS)
     planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
+    words = WordedCodecCpu if config.refines else TailoredCodecCpu
+    if kernels in (dispatch.REFERENCE, dispatch.TRITON):
+        words = WordedCodec if config.refines else TailoredCodec
     if kernels == dispatch.REFERENCE:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
     codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
-    codecs["tailored"] = WordedCodec if config.refines else TailoredCodec
-    return (codecs | {"planes": planes})[config.codec](config, heads, layer)
+    return (codecs | {"planes": planes, "tailored": words})[config.codec](config, heads, layer)
