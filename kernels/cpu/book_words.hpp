@@ -17,13 +17,17 @@ constexpr int WORD_BYTES_LOG2 = 4;
 // All lanes alike. (x + zero vector would keep an addition, since -0 + 0 is 0.)
 inline Sixteen all_lanes(float x) { return Sixteen{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-// Where the words of a page's tokens begin in their book, in bytes: codes [groups][bits][P/8] -> at[g * stride + token].
-inline void read_places(const uint8_t* codes, int64_t groups, int64_t bits, int64_t tokens, uint16_t* at, int64_t stride) {
+// Where the words of a page's tokens begin in their book, in bytes: codes [groups][bits][P/8] -> at[g * stride + token]. BITS: of an index, or
+// 0 for those given.
+template <int BITS>
+inline void read_places(const uint8_t* codes, int64_t groups, int64_t given, int64_t tokens, uint16_t* at, int64_t stride) {
+    const int64_t bits = BITS ? BITS : given;
     const int64_t plane_bytes = tokens / 8;
     for (int64_t g = 0; g < groups; ++g, codes += bits * plane_bytes, at += stride) {
 #if defined(__AVX512BW__)
         for (int64_t t = 0; t < tokens; t += 64) {
             __m512i low = _mm512_setzero_si512(), high = low;
+#pragma GCC unroll 10
             for (int64_t bit = 0; bit < bits; ++bit) {
                 uint64_t mask;
                 std::memcpy(&mask, codes + bit * plane_bytes + t / 8, 8);

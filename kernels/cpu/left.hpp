@@ -63,8 +63,21 @@ inline void rotate_queries(const WordHead& h, LeftRoom& s) {
     for (int64_t r = 0; r < h.rows; ++r) rotate(dim, 1, turned + r * dim, h.w.signs[KEYS] + h.head * dim);
 }
 
+// Has the planes of some tokens' values fetched.
+inline void expect_values(const WordHead& h, WordUnit& u, const int32_t* tokens, int64_t count) {
+    const Layout& l = h.w.left;
+    const int64_t bits = l.bits[VALUES], bytes = l.dim / 2;
+    u.ahead.expect(count * (bits + 1), bytes);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t within = tokens[i] % l.tokens;
+        const uint8_t* record = left_record(h, u, tokens[i] / l.tokens);
+        for (int64_t plane = 0; plane < bits; ++plane) u.ahead.add(record + l.planes[VALUES] + plane * l.tokens * l.dim / 8 + within / 4 * bytes, bytes);
+        u.ahead.add(record + l.scan[VALUES] + 2 * within, 2);
+    }
+}
+
 // Which tokens: the rule of kernels/reference/selection.py over the words' scores.
-inline void choose_left(const WordHead& h, const Refinement& refine, const WordUnit& u, LeftRoom& s) {
+inline void choose_left(const WordHead& h, const Refinement& refine, WordUnit& u, LeftRoom& s) {
     const int64_t share = int64_t(std::ceil(double(u.total) * refine.share)), count = std::min(u.total, std::max(refine.min_tokens, share));
     const int64_t lists = refine.group ? 1 : h.rows;
     float* log_sums = room(s.log_sum_exp, h.rows);
@@ -80,6 +93,7 @@ inline void choose_left(const WordHead& h, const Refinement& refine, const WordU
     select(h.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens);
     s.lists.clear();
     for (int64_t i = 0; i < lists; ++i) s.lists.push_back({i, h.rows / lists, count, tokens + i * count});
+    expect_values(h, u, tokens, lists * count);
 }
 
 inline float product(const float* a, const float* b, int64_t dim) {
@@ -161,8 +175,17 @@ inline int64_t attend_words(const Words& w, int64_t rows, const float* q, int64_
     auto& [u, left] = of_thread;
     const WordHead h = {w, head, rows, q};
     int64_t refined = 0;
+    pair_queries(h, u);
     if (refine.enabled) rotate_queries(h, left);
+    const bool others = u.book != h.book(KEYS, 0);
+    if (others) expect_book(h, KEYS, 0, u);
+    if (count) expect_records(h, granules[0], page_stride, u);
+    u.ahead.step(64);
+    u.book = h.book(KEYS, 0);
     for (int64_t i = 0; i < count; ++i) {
+        if (i) u.ahead.finish();
+        u.first = others && i == 0;
+        if (i + 1 < count) expect_records(h, granules[i + 1], page_stride, u);
         float *m = out.m + i * rows, *l = out.l + i * rows, *o = out.o + i * rows * w.dim;
         u.start(w, granules[i], page_stride);
         if (u.total == 0) {
@@ -176,6 +199,7 @@ inline int64_t attend_words(const Words& w, int64_t rows, const float* q, int64_
         }
         if (out.page_mass) tell_page_mass(w, u, rows, granules[i].page_valid, out.page_mass + i * rows * w.pages);
     }
+    u.ahead.finish();
     return refined;
 }
 

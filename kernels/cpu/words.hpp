@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "ahead.hpp"
 #include "book_words.hpp"
 #include "interface.hpp"
 #include "numbers.hpp"
@@ -37,8 +38,12 @@ struct WordHead {
 struct WordUnit {
     int64_t total;
     std::vector<const uint8_t*> page;  // the first head's record of each valid page
+    const uint8_t* book = nullptr;  // the first of the head that was attended to last
+    bool first;  // of a head: its books have to be fetched
+    Ahead ahead;
     Room<uint16_t> at;  // [groups][total]
-    Room<float> turned;  // [pages][D/2][2][rows]
+    Room<float> paired, cosine, turned;  // queries by place in the groups [2][rows][D/2]; a page's cosines and sines [2][D/2]; [pages][2][rows][D/2]
+    Room<float> turns;  // see copy_turns
     Room<float> scale, raw, scores, p, mass;  // [total]; [rows][total] three times; [rows][pages]
     Room<float> sums;  // [rows][D], by place in the groups
 
@@ -52,11 +57,29 @@ struct WordUnit {
     int64_t pages() const { return int64_t(page.size()); }
 };
 
+// Has fetched what is read of a granule's records, beside the work on the one before it. Of the planes behind words the keys': a token's bits
+// are one to a line, so that a few tokens touch them all.
+inline void expect_records(const WordHead& h, const Granule& granule, int64_t page_stride, WordUnit& u) {
+    const Words& w = h.w;
+    const int64_t planes = w.left.bits[KEYS] * w.tokens * w.dim / 8, codes[2] = {w.bits[KEYS] * h.groups() * w.tokens / 8, w.bits[VALUES] * h.groups() * w.tokens / 8};
+    u.ahead.expect(w.pages * (w.kv_heads + 6), std::max(planes, std::max(codes[KEYS], codes[VALUES])));
+    for (int64_t page = 0; page < w.pages; ++page) {
+        if (!granule.page_valid[page]) continue;
+        const uint8_t *first = granule.records + page * page_stride, *record = first + h.head * w.record_bytes;
+        for (Side side : {KEYS, VALUES}) u.ahead.add(record + w.codes[side], codes[side]);
+        for (int64_t head = 0; head * w.share < w.tokens; ++head) u.ahead.add(first + head * w.record_bytes + w.scale, 2 * w.share);
+        if (!planes) continue;
+        u.ahead.add(record + w.left_at + w.left.planes[KEYS], planes), u.ahead.add(record + w.left_at + w.left.scan[KEYS], 2 * w.tokens);
+        for (Side side : {KEYS, VALUES}) u.ahead.add(record + w.left_at + w.left.centroid[side], 2 * w.dim);
+    }
+}
+
 inline void read_places(const WordHead& h, Side side, WordUnit& u) {
     const Words& w = h.w;
     uint16_t* at = room(u.at, h.groups() * u.total);
+    const auto read = w.bits[side] == 10 ? read_places<10> : read_places<0>;
     for (int64_t page = 0; page < u.pages(); ++page)
-        read_places(u.page[page] + h.head * w.record_bytes + w.codes[side], h.groups(), w.bits[side], w.tokens, at + page * w.tokens, u.total);
+        read(u.page[page] + h.head * w.record_bytes + w.codes[side], h.groups(), w.bits[side], w.tokens, at + page * w.tokens, u.total);
 }
 
 // The tokens' scales, dealt out to the records of a page's heads.
@@ -67,55 +90,88 @@ inline void read_scales(const Words& w, WordUnit& u) {
             halves_to_floats(u.page[page] + head * w.record_bytes + w.scale, std::min(w.share, w.tokens - first), scale + page * w.tokens + first);
 }
 
-// Queries, times the factor that RoPE has on keys, turned back by the angle of each page.
+// What the books stand for, times the factor that RoPE has on keys: queries by place in the groups, first and second channels of pairs apart.
+inline void pair_queries(const WordHead& h, WordUnit& u) {
+    const int64_t dim = h.w.dim, pairs = dim / 2;
+    float* to = room(u.paired, h.rows * dim);
+    for (int64_t side = 0; side < 2; ++side)
+        for (int64_t r = 0; r < h.rows; ++r)
+            for (int64_t pair = 0; pair < pairs; ++pair) *to++ = h.q[r * dim + h.channels(KEYS)[2 * pair + side]] * h.w.scaling;
+}
+
+// Queries turned back by the angle of each page.
 inline void turn_queries(const WordHead& h, WordUnit& u) {
     const Words& w = h.w;
-    const int32_t* channels = h.channels(KEYS);
-    float* to = room(u.turned, u.pages() * h.rows * w.dim);
-    for (int64_t page = 0; page < u.pages(); ++page) {
+    const int64_t pairs = w.dim / 2;
+    float *to = room(u.turned, u.pages() * h.rows * w.dim), *c = room(u.cosine, w.dim), *s = c + pairs;
+    for (int64_t page = 0; page < u.pages(); ++page, to += h.rows * w.dim) {
         int32_t number;
         std::memcpy(&number, u.page[page] + h.head * w.record_bytes + w.page, 4);
         const float *cosine = w.page_cosine + number * w.half, *sine = w.page_sine + number * w.half;
-        for (int64_t pair = 0; pair < w.dim / 2; ++pair, to += 2 * h.rows) {
-            const int64_t x = channels[2 * pair], y = channels[2 * pair + 1];
-            const float c = x < w.half ? cosine[x] : 1.0f, s = x < w.half ? sine[x] : 0.0f;
-            for (int64_t r = 0; r < h.rows; ++r) {
-                const float a = h.q[r * w.dim + x] * w.scaling, b = h.q[r * w.dim + y] * w.scaling;
-                to[r] = a * c + b * s, to[h.rows + r] = b * c - a * s;
-            }
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            const int64_t x = h.channels(KEYS)[2 * pair];
+            c[pair] = x < w.half ? cosine[x] : 1.0f, s[pair] = x < w.half ? sine[x] : 0.0f;
+        }
+        for (int64_t r = 0; r < h.rows; ++r) {
+            const float *__restrict x = &u.paired[r * pairs], *__restrict y = x + h.rows * pairs;
+            float *__restrict a = to + r * pairs, *__restrict b = a + h.rows * pairs;
+            for (int64_t pair = 0; pair < pairs; ++pair) a[pair] = x[pair] * c[pair] + y[pair] * s[pair], b[pair] = y[pair] * c[pair] - x[pair] * s[pair];
         }
     }
 }
 
-// Adds a book's part of all tokens' products with some rows: raw [rows][total].
+// Has a book fetched, beside other work.
+inline void expect_book(const WordHead& h, Side side, int64_t group, WordUnit& u) {
+    const int64_t bytes = (WORD * int64_t(sizeof(int16_t))) << h.w.bits[side];
+    if (group >= h.groups()) return;
+    u.ahead.expect(1, bytes);
+    u.ahead.add(h.book(side, group), bytes);
+}
+
+// Cosines and sines of the places in a page for a group's pairs, by sixteen places: to [P/16][4][2][16].
+inline void copy_turns(const WordHead& h, int64_t group, float* to) {
+    const Words& w = h.w;
+    for (int64_t i = 0; i < 4; ++i) {
+        const int64_t x = h.channels(KEYS)[WORD * group + 2 * i];
+        const float* turns = w.places + std::min(x, w.half) * 2 * w.tokens;  // the last row is of channels that are not turned
+        for (int64_t t = 0; t < w.tokens; t += 16)
+            for (int64_t side = 0; side < 2; ++side) store16(to + 8 * t + 32 * i + 16 * side, load16(turns + side * w.tokens + t));
+    }
+}
+
+// Adds a book's part of all tokens' products with some rows: raw [rows][total]. What a page or group needs is first put side by side: the
+// loop has no registers for the addresses of all that it reads.
 template <int ROWS, bool CENTRED>
 inline void add_products(const WordHead& h, int64_t group, int64_t first, WordUnit& u) {
     const Words& w = h.w;
     const uint8_t* book = h.book(KEYS, group);
     const uint16_t* at = u.at.data() + group * u.total;
-    const float *factor = h.factor(KEYS) + WORD * group, *center = CENTRED ? h.center(KEYS) + WORD * group : nullptr;
-    const float *cosine[4], *sine[4];
-    for (int i = 0; i < 4; ++i) {
-        const int64_t x = h.channels(KEYS)[WORD * group + 2 * i];
-        cosine[i] = w.places + (x < w.half ? x : w.half) * 2 * w.tokens, sine[i] = cosine[i] + w.tokens;
-    }
+    const int64_t pairs = w.dim / 2;
+    const size_t lines = u.first ? 12 : 2;
+    float q[8][ROWS], factor[8], center[8];
+    std::copy_n(h.factor(KEYS) + WORD * group, WORD, factor);
+    if (CENTRED) std::copy_n(h.center(KEYS) + WORD * group, WORD, center);
+    float* raw = &u.raw[first * u.total];
     for (int64_t page = 0; page < u.pages(); ++page) {
-        const float* q = &u.turned[(page * w.dim / 2 + 4 * group) * 2 * h.rows] + first;
-        for (int64_t t = 0; t < w.tokens; t += 16) {
-            const int64_t token = page * w.tokens + t;
+        const float* turned = &u.turned[page * h.rows * w.dim + first * pairs + 4 * group];
+        for (int i = 0; i < 8; ++i)
+            for (int r = 0; r < ROWS; ++r) q[i][r] = turned[(i % 2 * h.rows + r) * pairs + i / 2];
+        const float* turns = u.turns.data();
+        for (int64_t t = 0; t < w.tokens; t += 16, turns += 128, at += 16, raw += 16) {
             SixteenInts pair[4];
-            load_words(book, at + token, pair);
+            load_words(book, at, pair);
+            u.ahead.step(lines);
             Sixteen sum[ROWS];
-            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = group ? load16(&u.raw[(first + r) * u.total + token]) : Sixteen{};
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = group ? load16(raw + r * u.total) : Sixteen{};
             UNROLLED for (int i = 0; i < 4; ++i) {
                 Sixteen x = low_half(pair[i]) * all_lanes(factor[2 * i]), y = high_half(pair[i]) * all_lanes(factor[2 * i + 1]);
                 if (CENTRED) x += all_lanes(center[2 * i]), y += all_lanes(center[2 * i + 1]);
-                const Sixteen c = load16(cosine[i] + t), s = load16(sine[i] + t), zero = {};
-                const Sixteen turned_x = fused(zero - y, s, x * c), turned_y = fused(y, c, x * s);
-                UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(turned_x, all_lanes(q[2 * i * h.rows + r]), sum[r]);
-                UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(turned_y, all_lanes(q[(2 * i + 1) * h.rows + r]), sum[r]);
+                const Sixteen c = load16(turns + 32 * i), s = load16(turns + 32 * i + 16);
+                const Sixteen turned_x = fused(-y, s, x * c), turned_y = fused(y, c, x * s);
+                UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(turned_x, all_lanes(q[2 * i][r]), sum[r]);
+                UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(turned_y, all_lanes(q[2 * i + 1][r]), sum[r]);
             }
-            UNROLLED for (int r = 0; r < ROWS; ++r) store16(&u.raw[(first + r) * u.total + token], sum[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) store16(raw + r * u.total, sum[r]);
         }
     }
 }
@@ -125,12 +181,15 @@ inline void score_words(const WordHead& h, WordUnit& u) {
     const Words& w = h.w;
     read_places(h, KEYS, u), read_scales(w, u), turn_queries(h, u);
     float *raw = room(u.raw, h.rows * u.total), *scores = room(u.scores, h.rows * u.total);
-    for (int64_t group = 0; group < h.groups(); ++group)
+    for (int64_t group = 0; group < h.groups(); ++group) {
+        if (u.first) expect_book(h, group + 1 < h.groups() ? KEYS : VALUES, (group + 1) % h.groups(), u);
+        copy_turns(h, group, room(u.turns, 8 * w.tokens));
         for (int64_t first = 0; first < h.rows; first += FEW)
             with_rows(h.rows - first, [&](auto rows) {
                 if (h.center(KEYS)) add_products<rows, true>(h, group, first, u);
                 else add_products<rows, false>(h, group, first, u);
             });
+    }
     for (int64_t r = 0; r < h.rows; ++r, raw += u.total, scores += u.total) {
         float variance = 0.0f;
         if (w.correction)
@@ -171,12 +230,15 @@ inline void add_values(const WordHead& h, int64_t group, int64_t first, WordUnit
     const uint8_t *book[2] = {h.book(VALUES, group), h.book(VALUES, group + !alone)};
     const uint16_t *at = u.at.data() + group * u.total, *beside = at + (alone ? 0 : u.total);
     const float* p = &u.p[first * u.total];
+    const size_t lines = u.first ? 4 : 1;
     Sixteen sum[ROWS][ABREAST] = {};
-    for (int64_t t = 0; t < u.total; t += ABREAST)
+    for (int64_t t = 0; t < u.total; t += ABREAST) {
+        u.ahead.step(lines);
         UNROLLED for (int i = 0; i < ABREAST; ++i) {
             const Sixteen words = two_words(book[0] + at[t + i], book[1] + beside[t + i]);
             UNROLLED for (int r = 0; r < ROWS; ++r) sum[r][i] = fused(words, all_lanes(p[r * u.total + t + i]), sum[r][i]);
         }
+    }
     for (int r = 0; r < ROWS; ++r) {
         for (int half = ABREAST / 2; half; half /= 2)
             for (int i = 0; i < half; ++i) sum[r][i] += sum[r][i + half];
@@ -189,8 +251,11 @@ inline void sum_words(const WordHead& h, WordUnit& u, const float* l, float* o) 
     const int64_t dim = h.w.dim, stride = dim + WORD;
     read_places(h, VALUES, u);
     room(u.sums, h.rows * stride);
-    for (int64_t group = 0; group < h.groups(); group += 2)
+    if (u.first) expect_book(h, VALUES, 1, u);
+    for (int64_t group = 0; group < h.groups(); group += 2) {
+        if (u.first) expect_book(h, VALUES, group + 2, u), expect_book(h, VALUES, group + 3, u);
         for (int64_t first = 0; first < h.rows; first += FEW) with_rows(h.rows - first, [&](auto rows) { add_values<rows>(h, group, first, u); });
+    }
     const float *factor = h.factor(VALUES), *center = h.center(VALUES);
     for (int64_t r = 0; r < h.rows; ++r)
         for (int64_t d = 0; d < dim; ++d) o[r * dim + h.channels(VALUES)[d]] = u.sums[r * stride + d] * factor[d] + (center ? center[d] * l[r] : 0.0f);
