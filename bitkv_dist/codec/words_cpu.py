@@ -14,7 +14,7 @@ from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.book_pages import BookCodec
 from bitkv_dist.codec.books import Books
 from bitkv_dist.codec.interface import HeadShape, ReadCount
-from bitkv_dist.codec.rope import Rope, tables
+from bitkv_dist.codec.rope import tables
 from bitkv_dist.codec.tailored import TailoredCodec
 from bitkv_dist.codec.worded import WordedCodec
 from bitkv_dist.kernels import cpu

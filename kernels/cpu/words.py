@@ -45,8 +45,8 @@ def see(
     view: View, words: Words, refinement: cpu.Refinement, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
 ) -> tuple[Part, Part, int]:
     """As `View.see`, of pages of words; partials of the tree nodes are in the model's space."""
-    query = query.contiguous()
-    return view.call(cpu.load().bitkv_see_words, (ctypes.byref(words), ctypes.byref(refinement)), (_pointer(query),), rows, slabs)
+    query, how = query.contiguous(), (ctypes.byref(words), ctypes.byref(refinement))
+    return view.call(cpu.load().bitkv_see_words, how, (_pointer(query),), rows, slabs)
 
 
 def _pointer(t: torch.Tensor) -> ctypes.c_void_p:
