@@ -6,19 +6,25 @@
 #include <vector>
 
 #include "rotate.hpp"
-#include "select.hpp"
-#include "token_codes.hpp"
 #include "unit.hpp"
 #include "words.hpp"
 
 namespace {
 
+inline void select_positions(int64_t rows, int64_t total, const float* scores, bool group, int64_t count, int32_t* positions);  // table.hpp
+
+// Tokens to refine for `rows` rows from `row` on, ascending.
+struct Chosen {
+    int64_t row, rows, count;
+    const int32_t* tokens;
+};
+
 struct LeftRoom {
-    Room<float> turned, log_sum_exp, level, sums;  // queries in the planes' space [rows][D]; [rows]; [D]; values' sums there [rows][D]
+    Room<float> turned, level, sums;  // queries in the planes' space [rows][D]; [D]; values' sums there [rows][D]
     Room<float> base, mass;  // [rows][pages]: products with the means of the pages, and what the chosen tokens' p amount to
-    Room<int32_t> keys, some, chosen;
+    Room<int32_t> chosen;
     Room<uint8_t> codes;
-    std::vector<List> lists;
+    std::vector<Chosen> lists;
 };
 
 // The record of a page in the planes behind its words.
@@ -30,26 +36,50 @@ inline float scale_of(const Layout& l, Side side, const uint8_t* record, int64_t
     return half_to_float(half) * level_unit(l.bits[side]);
 }
 
+// codes[0..7] = 2 codes + bit `shift` of the bytes of `word`, eight at a time.
+inline void append_bits(uint64_t word, int64_t shift, uint8_t* codes) {
+    uint64_t code;
+    std::memcpy(&code, codes, 8);
+    code = 2 * code + ((word >> shift) & 0x0101010101010101u);
+    std::memcpy(codes, &code, 8);
+}
+
+// Appends a plane's bits of one token to codes [D]. Keys, words [D/4][P/8]: bit 8 b + j of word [k][i] is dim 4 k + b of token i + (P/8) j.
+inline void append_key_bits(const uint8_t* words, int64_t tokens, int64_t dim, int64_t token, uint8_t* codes) {
+    const int64_t width = tokens / 8, stride = 4 * width, shift = token / width;
+    words += 4 * (token % width);
+    for (int64_t k = 0; k < dim / 4; k += 2) {
+        uint32_t word[2];
+        std::memcpy(word, words + k * stride, 4), std::memcpy(word + 1, words + (k + 1) * stride, 4);
+        append_bits(word[0] | uint64_t(word[1]) << 32, shift, codes + 4 * k);
+    }
+}
+
+// Values, words [P/4][D/8]: bit 8 b + j of word [u][i] is token 4 u + b of dim i + (D/8) j.
+inline void append_value_bits(const uint8_t* words, int64_t dim, int64_t token, uint8_t* codes) {
+    const int64_t width = dim / 8;
+    const uint8_t* bytes = words + token / 4 * 4 * width + token % 4;
+    int64_t i = 0;
+    for (; i + 8 <= width; i += 8) {
+        uint64_t eight = 0;
+        for (int64_t k = 0; k < 8; ++k) eight |= uint64_t(bytes[4 * (i + k)]) << (8 * k);
+        for (int64_t j = 0; j < 8; ++j) append_bits(eight, j, codes + j * width + i);
+    }
+    for (; i < width; ++i)
+        for (int64_t j = 0; j < 8; ++j) codes[j * width + i] = uint8_t(2 * codes[j * width + i] + ((bytes[4 * i] >> j) & 1));
+}
+
 // The levels of a token's codes, odd integers.
 inline const float* levels_of(const Layout& l, Side side, const uint8_t* record, int64_t token, LeftRoom& s) {
-    const int64_t dim = l.dim, bits = l.bits[side], width = l.tokens / 8;
-    uint8_t* codes = room(s.codes, code_stride(dim));
-    std::fill_n(codes, code_stride(dim), uint8_t(0));
+    const int64_t dim = l.dim, bits = l.bits[side];
+    uint8_t* codes = room(s.codes, dim);
+    std::fill_n(codes, dim, uint8_t(0));
     for (int64_t plane = 0; plane < bits; ++plane) {
         const uint8_t* words = record + l.planes[side] + plane * l.tokens * dim / 8;
-        if (side == VALUES) {
-            add_bits(words, dim, token, 1 << (bits - 1 - plane), codes);
-            continue;
-        }
-        words += token % width * 4;  // bit 8 b + j of word [k][i] is dim 4 k + b of token i + width j
-        for (int64_t k = 0; k < dim / 4; ++k) {
-            uint32_t word, code;
-            std::memcpy(&word, words + 4 * k * width, 4), std::memcpy(&code, codes + 4 * k, 4);
-            code = 2 * code + ((word >> (token / width)) & 0x01010101u);
-            std::memcpy(codes + 4 * k, &code, 4);
-        }
+        if (side == KEYS) append_key_bits(words, l.tokens, dim, token, codes);
+        else append_value_bits(words, dim, token, codes);
     }
-    float* level = room(s.level, code_stride(dim));
+    float* level = room(s.level, dim);
     const int32_t less = (1 << bits) - 1;
     for (int64_t d = 0; d < dim; ++d) level[d] = float(2 * int32_t(codes[d]) - less);
     return level;
@@ -80,17 +110,8 @@ inline void expect_values(const WordHead& h, WordUnit& u, const int32_t* tokens,
 inline void choose_left(const WordHead& h, const Refinement& refine, WordUnit& u, LeftRoom& s) {
     const int64_t share = int64_t(std::ceil(double(u.total) * refine.share)), count = std::min(u.total, std::max(refine.min_tokens, share));
     const int64_t lists = refine.group ? 1 : h.rows;
-    float* log_sums = room(s.log_sum_exp, h.rows);
-    if (refine.group && h.rows > 1) {
-        float* p = room(s.sums, std::max(u.total, h.rows * h.w.dim));
-        for (int64_t r = 0; r < h.rows; ++r) {
-            const float* scores = &u.scores[r * u.total];
-            const float peak = max16(scores, u.total);
-            log_sums[r] = peak + std::log2(exp2_shifted(scores, peak, u.total, p));
-        }
-    }
     int32_t* tokens = room(s.chosen, lists * count + 16);
-    select(h.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens);
+    select_positions(h.rows, u.total, u.scores.data(), refine.group != 0, count, tokens);
     s.lists.clear();
     for (int64_t i = 0; i < lists; ++i) s.lists.push_back({i, h.rows / lists, count, tokens + i * count});
     expect_values(h, u, tokens, lists * count);
@@ -109,12 +130,12 @@ inline void rescore_left(const WordHead& h, WordUnit& u, LeftRoom& s) {
     const Layout& l = h.w.left;
     const int64_t dim = l.dim, pages = u.pages();
     const float* turned = s.turned.data();
-    float *base = room(s.base, h.rows * pages), *center = room(s.level, code_stride(dim));
+    float *base = room(s.base, h.rows * pages), *center = room(s.level, dim);
     for (int64_t page = 0; page < pages; ++page) {
         halves_to_floats(left_record(h, u, page) + l.centroid[KEYS], dim, center);
         for (int64_t r = 0; r < h.rows; ++r) base[r * pages + page] = product(turned + r * dim, center, dim);
     }
-    for (const List& list : s.lists)
+    for (const Chosen& list : s.lists)
         for (int64_t i = 0; i < list.count; ++i) {
             const int64_t token = list.tokens[i], page = token / l.tokens, within = token % l.tokens;
             const uint8_t* record = left_record(h, u, page);
@@ -133,7 +154,7 @@ inline void add_left(const WordHead& h, const WordUnit& u, LeftRoom& s, float* o
     const auto add = [&](float by, const float* x, float* to) {
         for (int64_t d = 0; d < dim; ++d) to[d] += by * x[d];
     };
-    for (const List& list : s.lists)
+    for (const Chosen& list : s.lists)
         for (int64_t i = 0; i < list.count; ++i) {
             const int64_t token = list.tokens[i], page = token / l.tokens, within = token % l.tokens;
             const uint8_t* record = left_record(h, u, page);
@@ -143,7 +164,7 @@ inline void add_left(const WordHead& h, const WordUnit& u, LeftRoom& s, float* o
                 mass[r * pages + page] += p, add(p * scale, level, sums + r * dim);
             }
         }
-    float* center = room(s.level, code_stride(dim));
+    float* center = room(s.level, dim);
     for (int64_t page = 0; page < pages; ++page) {
         halves_to_floats(left_record(h, u, page) + l.centroid[VALUES], dim, center);
         for (int64_t r = 0; r < h.rows; ++r) add(mass[r * pages + page], center, sums + r * dim);
@@ -159,7 +180,7 @@ inline int64_t count_left(const WordUnit& u, const LeftRoom& s) {
     if (s.lists.size() == 1) return s.lists[0].count;
     std::vector<uint8_t> mark(u.total);
     int64_t found = 0;
-    for (const List& list : s.lists)
+    for (const Chosen& list : s.lists)
         for (int64_t i = 0; i < list.count; ++i) found += !mark[list.tokens[i]], mark[list.tokens[i]] = 1;
     return found;
 }
