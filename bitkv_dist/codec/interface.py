@@ -124,12 +124,12 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
             return LoopedCodec(config, heads, layer)
         config = planes_config(config, ANCHOR_BITS)
     planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
-    words = WordedCodecCpu if config.refines else TailoredCodecCpu
-    if kernels in (dispatch.REFERENCE, dispatch.TRITON):
-        words = WordedCodec if config.refines else TailoredCodec
+    words = WordedCodec if config.refines else TailoredCodec
     if kernels == dispatch.REFERENCE:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
+    else:
+        words = WordedCodecCpu if config.refines else TailoredCodecCpu
     codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
     return (codecs | {"planes": planes, "tailored": words})[config.codec](config, heads, layer)
