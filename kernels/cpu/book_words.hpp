@@ -38,12 +38,13 @@ inline void read_places(const uint8_t* codes, int64_t groups, int64_t given, int
         }
 #else
         typedef uint16_t Shorts __attribute__((vector_size(16)));
+        const auto alike = [](uint16_t x) { return Shorts{x, x, x, x, x, x, x, x}; };
         const Shorts of_token = {1, 2, 4, 8, 16, 32, 64, 128};
         for (int64_t byte = 0; byte < plane_bytes; ++byte) {
             Shorts place = {};
             for (int64_t bit = 0; bit < bits; ++bit) {
-                const Shorts set = (Shorts)((of_token & uint16_t(codes[bit * plane_bytes + byte])) != 0);
-                place |= set & uint16_t(1 << (bit + WORD_BYTES_LOG2));
+                const Shorts set = (Shorts)((of_token & alike(codes[bit * plane_bytes + byte])) != 0);
+                place |= set & alike(uint16_t(1 << (bit + WORD_BYTES_LOG2)));
             }
             std::memcpy(at + 8 * byte, &place, 16);
         }
