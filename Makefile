@@ -37,7 +37,7 @@ sanitize: setup
 	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --force --build-lib build/sanitized --build-temp build/sanitized
 	$(TEST_ENV) BITKV_CPU_LIBRARY=$$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so) \
 		LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_merge.py
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_merge.py tests/test_words_cpu.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
 """What all ranks must have in common before they share a cache: configuration, model, rotations, and the kernels.
 
-Kernels of different instruction sets give the same bytes and integers, but the last bits of a softmax may differ. One wrong
-sign word makes a rank seal pages that decode to noise without any error, so every run compares digests at its start, and
-`diagnose` shows the comparison.
+Kernels of different instruction sets give the same bytes and integers, but the last bits of a softmax may differ; so may
+those of words looked up (codec tailored), whose sums plain torch has in yet another order. One wrong sign word makes a rank
+seal pages that decode to noise without any error, so every run compares digests at its start, and `diagnose` shows the
+comparison.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
     from bitkv_dist.codec.residual import ResidualCodec
     from bitkv_dist.codec.tailored import TailoredCodec
     from bitkv_dist.codec.worded import WordedCodec
+    from bitkv_dist.codec.words_cpu import TailoredCodecCpu, WordedCodecCpu
 
     if config.codec == "looped":
         if layer != anchor_of(layer, heads):
@@ -131,5 +132,7 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
 
         if not config.refines:
             from bitkv_dist.codec.tailored_triton import TailoredCodecTriton as words
+    else:
+        words = WordedCodecCpu if config.refines else TailoredCodecCpu
     codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
     return (codecs | {"planes": planes, "tailored": words})[config.codec](config, heads, layer)

@@ -2,7 +2,7 @@
 
 Every token's scores and values are those of its words, as codec tailored reads them. The tokens that carry the attention by
 these scores, chosen as codec planes chooses them, also take the planes: what words leave over has a tenth to a quarter of a
-vector's energy, so few bits go far. Attended to in plain torch.
+vector's energy, so few bits go far. words_cpu.py has the form with kernels.
 """
 
 from __future__ import annotations

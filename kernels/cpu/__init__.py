@@ -19,7 +19,7 @@ import torch
 
 HUGE_BYTES = 4 << 20  # smaller tensors gain nothing from huge pages and would round up to one
 
-INTERFACE = 1  # of the functions and structs that cross; see interface.hpp
+INTERFACE = 2  # of the functions and structs that cross; see interface.hpp
 NOT_BUILT = "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
 REBUILD = "rebuild: pip install -e . --no-deps --no-build-isolation"
 ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3}
@@ -84,9 +84,8 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
     if (there := library.bitkv_interface()) != INTERFACE:
         return None, f"{file} was built from other sources (interface {there}, this program calls {INTERFACE}); {REBUILD}"
     library.bitkv_choose.restype = ctypes.c_char_p
-    library.bitkv_attend.restype = library.bitkv_see.restype = library.bitkv_finish.restype = (
-        library.bitkv_attend_prompt.restype
-    ) = ctypes.c_int64
+    for name in ("attend", "see", "attend_words", "see_words", "finish", "attend_prompt"):
+        getattr(library, f"bitkv_{name}").restype = ctypes.c_int64
     return library, ""
 
 

@@ -11,6 +11,7 @@
 #include "interface.hpp"
 #include "pool.hpp"
 #include "room.hpp"
+#include "seen.hpp"
 
 using namespace bitkv;
 
@@ -50,30 +51,6 @@ const Kernels& kernels_of(int64_t isa) {
 #endif
     return portable_kernels();
 }
-
-// Rows first .. first + count - 1 of partials [lanes, rows(, D)] that others are merged into.
-struct Tree {
-    int64_t rows, first, count, dim;
-    PartialOut lanes;
-
-    void clear(int64_t width) const {
-        for (int64_t lane = 0; lane < width; ++lane) std::fill_n(lanes.m + lane * rows + first, count, -INFINITY);
-    }
-
-    void merge(int64_t lane, const PartialOut& from, int64_t other) const {
-        const int64_t to = lane * rows + first, at = other * rows + first;
-        kernels().merge(count, dim, lanes.m + to, lanes.l + to, lanes.o + to * dim, from.m + at, from.l + at, from.o + at * dim);
-    }
-
-    // From `width` lanes to `nodes`; what nothing was merged into becomes the empty partial.
-    void reduce(int64_t width, int64_t nodes) const {
-        for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
-            for (int64_t lane = 0; lane < stride; ++lane) merge(lane, lanes, lane + stride);
-        for (int64_t lane = 0; lane < nodes; ++lane)
-            for (int64_t row = lane * rows + first; row < lane * rows + first + count; ++row)
-                if (lanes.m[row] == -INFINITY) lanes.l[row] = 0.0f, std::memset(lanes.o + row * dim, 0, dim * sizeof(float));
-    }
-};
 
 const Kernels& best() {
     int64_t isa = ISAS - 1;
@@ -174,17 +151,6 @@ void bitkv_rotate_back(int64_t kv_heads, int64_t rows, int64_t dim, float* z, co
     for (int64_t i = 0; i < kv_heads * rows; ++i) kernels().rotate_back(dim, z + i * dim, signs + i / rows * dim);
 }
 
-// What one decode query of a sequence sees in one layer. Exact rows k, v fp32 [HK, rows, D], head_stride floats between heads, with the
-// query's own at the end; sealed granules in slabs of records [n, pages, HK, record_bytes], of all of them page_valid [granules, pages] and
-// the ascending global indices.
-struct Seen {
-    int64_t rows, head_stride, slabs, granules, width, nodes;
-    const float *k, *v;
-    const uint8_t* const* records;
-    const int64_t *slab_granules, *index;
-    const uint8_t* page_valid;
-};
-
 // q fp32 [HK, G, D] in base 2, signs [HK, D] -> partials m, l [HK, G], o [HK, G, D] of the exact rows, and those of the first `nodes` of
 // `width` tree nodes over the sealed granules, in rotated space. Returns the refined tokens, counted once per KV head.
 int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* seen, int64_t group, const float* q, const float* signs,
@@ -195,39 +161,10 @@ int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* se
     Room<float> scale(rows), norm2(rows), rotated(rows * dim);
     bitkv_quantize_query(heads, group, dim, q, signs, codes.data(), scale.data(), norm2.data(), rotated.data());
     const Queries queries = {1, group, codes.data(), scale.data(), norm2.data(), rotated.data()};
-    std::vector<Granule> granules;
-    for (int64_t slab = 0; slab < seen->slabs; ++slab)
-        for (int64_t g = 0; g < seen->slab_granules[slab]; ++g)
-            granules.push_back({seen->records[slab] + g * layout->pages * page_stride, seen->page_valid + int64_t(granules.size()) * layout->pages});
-    // A task is a node of the tree, of a few granules, so that partials of granules never leave the cache.
-    int64_t nodes = seen->nodes;
-    while (nodes < seen->width && (nodes < 4 * threads || nodes * 8 < seen->granules)) nodes *= 2;
-    std::vector<std::vector<int64_t>> members(nodes);
-    for (int64_t g = 0; g < seen->granules; ++g) members[seen->index[g] % nodes].push_back(g);
-    const int64_t some = nodes < 4 * threads ? 1 : heads, parts = heads / some;
-    std::atomic<int64_t> refined{0};
-    Pool::instance().run(nodes * parts, threads, [&](int64_t task) {
-        thread_local std::vector<Granule> own;
-        thread_local Room<float> work[2];
-        const int64_t node = task / parts, head = task % parts, here = some * group, lanes = seen->width / nodes;
-        const int64_t sizes[2] = {int64_t(members[node].size()) * here, lanes * here};
-        PartialOut part[2];
-        for (int i = 0; i < 2; ++i) {
-            float* o = room(work[i], sizes[i] * (dim + 2));
-            part[i] = {o + sizes[i] * dim, o + sizes[i] * (dim + 1), o};
-        }
-        own.clear();
-        for (int64_t g : members[node]) own.push_back(granules[g]);
-        refined += kernels().attend(*layout, queries, head, some, own.data(), int64_t(own.size()), page_stride, *refine, part[0]);
-        const Tree tree = {here, 0, here, dim, part[1]};
-        tree.clear(lanes);
-        for (int64_t g = 0; g < int64_t(own.size()); ++g) tree.merge(seen->index[members[node][g]] / nodes % lanes, part[0], g);
-        tree.reduce(lanes, 1);
-        const int64_t to = node * rows + head * here;
-        std::copy_n(part[1].m, here, node_m + to), std::copy_n(part[1].l, here, node_l + to), std::copy_n(part[1].o, here * dim, node_o + to * dim);
+    const Nodes nodes = {heads, group, dim, layout->pages, layout->record_bytes, false, {node_m, node_l, node_o}};
+    return nodes.fill(*seen, threads, [&](int64_t head, int64_t some, const std::vector<Granule>& own, const PartialOut& to) {
+        return kernels().attend(*layout, queries, head, some, own.data(), int64_t(own.size()), page_stride, *refine, to);
     });
-    Tree{rows, 0, rows, dim, {node_m, node_l, node_o}}.reduce(nodes, seen->nodes);
-    return refined;
 }
 
 // The attention output [HK, G, D] from the root of the tree, turned back out of rotated space unless signs is null, and the exact rows'

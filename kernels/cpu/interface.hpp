@@ -6,7 +6,7 @@ namespace bitkv {
 
 // Of the functions in extern "C" and the structs that they take; the same number as in __init__.py. Whoever changes one of them
 // raises it, so that a library which was built before is refused and not called with arguments that it does not know.
-constexpr int64_t INTERFACE = 1;
+constexpr int64_t INTERFACE = 2;
 
 enum Side { KEYS = 0, VALUES = 1 };
 
@@ -28,6 +28,23 @@ struct Refinement {
     int64_t enabled, group, min_tokens;
     double share;
     float scan_noise, full_noise;  // 0.5 ln2 r^2 / (D a^2) of the scanned and of the full key code
+};
+
+// The page record of bitkv_dist/codec/tailored.py, and the books of one layer: of words of eight channels, given side by side as they stand in
+// the groups. A channel is word * factor + center; center is null where all of it is 0. Behind the words there may be planes (worded.py).
+struct Words {
+    int64_t tokens, dim, kv_heads, pages, record_bytes;
+    int64_t half, page, scale, share, left_at;  // channels turned by RoPE / 2; byte offsets: page number, scales; scales in a record; planes
+    int64_t bits[2], codes[2];  // of an index; byte offsets
+    const int16_t* words[2];  // [HK][D/8][2^bits][8]
+    const float *factor[2], *center[2];  // [HK][D], in the order of the groups
+    const int32_t* channels[2];  // [HK][D]: which channel that is; of keys always a pair that RoPE turns, or two that it leaves alone
+    const float* places;  // [half + 1][2][P]: cosine and sine of the places in a page, 1 and 0 in the last row
+    const float *page_cosine, *page_sine;  // [page number][half], of a page's first token
+    const float* correction;  // [HK][D], what a query's square counts by, or null
+    const float* signs[2];  // [HK][D] of the planes
+    Layout left;  // the record of the planes
+    float scaling;  // what RoPE multiplies keys by
 };
 
 // One granule: records [pages][HK], of which page_valid [pages] says which are sealed.
@@ -58,6 +75,8 @@ struct Kernels {
     void (*quantize_query)(int64_t dim, const float* q, const float* signs, int8_t* codes, float* scale, float* norm2, float* rotated);
     // Partials [count][heads] of some KV heads and granules, whose pages are page_stride bytes apart. Returns the tokens refined.
     int64_t (*attend)(const Layout&, const Queries&, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement&, PartialOut);
+    // Of one KV head, whose queries q are fp32 [rows][D] in base 2; partials [count][rows]. Returns the tokens refined.
+    int64_t (*attend_words)(const Words&, int64_t rows, const float* q, int64_t head, const Granule* granules, int64_t count, int64_t page_stride, const Refinement&, PartialOut);
     void (*merge)(int64_t rows, int64_t dim, float* m, float* l, float* o, const float* m2, const float* l2, const float* o2);  // into the first
     void (*rotate_back)(int64_t dim, float* z, const float* signs);
     // Partial of one query row over exact rows k, v fp32 [count, D], row_stride floats apart.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,18 +62,23 @@ class View:
         Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the
         number of refined tokens, counted once per KV head. The next layer's call replaces both partials.
         """
+        query = query.contiguous()
+        of_query = [ctypes.c_void_p(t.data_ptr()) for t in (query, signs)]
+        how = ctypes.byref(layout), ctypes.byref(refinement)
+        return self.call(cpu.load().bitkv_see, how, of_query, rows, slabs)
+
+    def call(self, function: Callable[..., int], how: Sequence, of_query: Sequence, rows: torch.Tensor,
+             slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
+        """One of the library's functions that take what is seen, between their first arguments and those of the query."""
         k, v = rows if rows.dtype == torch.float32 else rows.float()
         if k.stride()[1:] != (k.shape[2], 1):
             k, v = k.contiguous(), v.contiguous()
-        query = query.contiguous()
         seen = self._seen
         seen.k, seen.v, seen.rows, seen.head_stride = k.data_ptr(), v.data_ptr(), k.shape[1], k.stride(0)
         for number in range(seen.slabs):
             self._records[number] = slabs[number].data_ptr()
-        refined = cpu.load().bitkv_see(
-            ctypes.byref(layout), ctypes.byref(refinement), ctypes.byref(seen), self.group, ctypes.c_void_p(query.data_ptr()),
-            ctypes.c_void_p(signs.data_ptr()), *self._addresses, ctypes.c_int64(torch.get_num_threads()),
-        )  # fmt: skip
+        threads = ctypes.c_int64(torch.get_num_threads())
+        refined = function(*how, ctypes.byref(seen), self.group, *of_query, *self._addresses, threads)
         return self._exact, self._nodes, refined
 
 
@@ -95,10 +100,11 @@ def attend_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
     return out if ran else None
 
 
-def finish(root: Part, exact: Part, signs: torch.Tensor, out: torch.Tensor) -> bool:
-    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree in rotated space and the exact
-    rows' partial, both [HK, 1, G]; signs [HK, D]. Returns whether all of it is finite."""
+def finish(root: Part, exact: Part, signs: torch.Tensor | None, out: torch.Tensor) -> bool:
+    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree and the exact rows' partial, both
+    [HK, 1, G]. signs [HK, D]: the root is in rotated space. Returns whether all of it is finite."""
     heads, _, group, dim = root[2].shape
-    parts = [t.contiguous() for t in (signs, *root, *exact)]
+    parts = [t.contiguous() for t in (*root, *exact)]
     sizes = [ctypes.c_int64(size) for size in (heads, group, dim)]
-    return bool(cpu.load().bitkv_finish(*sizes, *(ctypes.c_void_p(t.data_ptr()) for t in (*parts, out))))
+    turned = None if signs is None else ctypes.c_void_p(signs.data_ptr())
+    return bool(cpu.load().bitkv_finish(*sizes, turned, *(ctypes.c_void_p(t.data_ptr()) for t in (*parts, out))))

@@ -2,6 +2,7 @@
 #pragma once
 #include "attend.hpp"
 #include "encode.hpp"
+#include "left.hpp"
 #include "linear.hpp"
 #include "merge.hpp"
 #ifdef __AVX2__
@@ -36,7 +37,7 @@ inline bitkv::Kernels table(const char* name) {
 #else
     const auto prompt = nullptr;
 #endif
-    return {name, dot_one, select_positions, encode, quantize_query, attend, merge, rotate_back, attend_exact, linear, rms_norm, rotary, gated, prompt};
+    return {name, dot_one, select_positions, encode, quantize_query, attend, attend_words, merge, rotate_back, attend_exact, linear, rms_norm, rotary, gated, prompt};
 }
 
 }  // namespace

@@ -1,0 +1,97 @@
+// What one decode query of a sequence sees in one layer, and the merge tree of bitkv_dist/partial.py over its sealed granules.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "interface.hpp"
+#include "pool.hpp"
+#include "room.hpp"
+
+namespace bitkv {
+
+// Exact rows k, v fp32 [HK, rows, D], head_stride floats between heads, with the query's own at the end; sealed granules in slabs of records
+// [n, pages, HK, record_bytes], of all of them page_valid [granules, pages] and the ascending global indices.
+struct Seen {
+    int64_t rows, head_stride, slabs, granules, width, nodes;
+    const float *k, *v;
+    const uint8_t* const* records;
+    const int64_t *slab_granules, *index;
+    const uint8_t* page_valid;
+};
+
+// Rows first .. first + count - 1 of partials [lanes, rows(, D)] that others are merged into.
+struct Tree {
+    int64_t rows, first, count, dim;
+    PartialOut lanes;
+
+    void clear(int64_t width) const {
+        for (int64_t lane = 0; lane < width; ++lane) std::fill_n(lanes.m + lane * rows + first, count, -INFINITY);
+    }
+
+    void merge(int64_t lane, const PartialOut& from, int64_t other) const {
+        const int64_t to = lane * rows + first, at = other * rows + first;
+        kernels().merge(count, dim, lanes.m + to, lanes.l + to, lanes.o + to * dim, from.m + at, from.l + at, from.o + at * dim);
+    }
+
+    // From `width` lanes to `nodes`; what nothing was merged into becomes the empty partial.
+    void reduce(int64_t width, int64_t nodes) const {
+        for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
+            for (int64_t lane = 0; lane < stride; ++lane) merge(lane, lanes, lane + stride);
+        for (int64_t lane = 0; lane < nodes; ++lane)
+            for (int64_t row = lane * rows + first; row < lane * rows + first + count; ++row)
+                if (lanes.m[row] == -INFINITY) lanes.l[row] = 0.0f, std::memset(lanes.o + row * dim, 0, dim * sizeof(float));
+    }
+};
+
+// The first nodes of the tree, m, l [nodes, HK, G], o [nodes, HK, G, D]. by_head: a task is of one head, and all tasks of a head come together,
+// for kernels that read tables of a head's own.
+struct Nodes {
+    int64_t heads, group, dim, pages, record_bytes;
+    bool by_head;
+    PartialOut to;
+
+    // attend(head, heads, granules, partials [granules][heads, G]) -> tokens refined, of which it returns all.
+    template <class Attend>
+    int64_t fill(const Seen& seen, int64_t threads, const Attend& attend) const {
+        const int64_t rows = heads * group;
+        std::vector<Granule> granules;
+        for (int64_t slab = 0; slab < seen.slabs; ++slab)
+            for (int64_t g = 0; g < seen.slab_granules[slab]; ++g)
+                granules.push_back({seen.records[slab] + g * pages * heads * record_bytes, seen.page_valid + int64_t(granules.size()) * pages});
+        // A task is a node of the tree, of a few granules, so that partials of granules never leave the cache.
+        int64_t nodes = seen.nodes;
+        while (nodes < seen.width && (nodes < 4 * threads || nodes * 8 < seen.granules)) nodes *= 2;
+        std::vector<std::vector<int64_t>> members(nodes);
+        for (int64_t g = 0; g < seen.granules; ++g) members[seen.index[g] % nodes].push_back(g);
+        const int64_t some = by_head || nodes < 4 * threads ? 1 : heads, parts = heads / some;
+        std::atomic<int64_t> refined{0};
+        Pool::instance().run(nodes * parts, threads, [&](int64_t task) {
+            thread_local std::vector<Granule> own;
+            thread_local Room<float> work[2];
+            const int64_t node = by_head ? task % nodes : task / parts, head = by_head ? task / nodes : task % parts;
+            const int64_t here = some * group, lanes = seen.width / nodes;
+            const int64_t sizes[2] = {int64_t(members[node].size()) * here, lanes * here};
+            PartialOut part[2];
+            for (int i = 0; i < 2; ++i) {
+                float* o = room(work[i], sizes[i] * (dim + 2));
+                part[i] = {o + sizes[i] * dim, o + sizes[i] * (dim + 1), o};
+            }
+            own.clear();
+            for (int64_t g : members[node]) own.push_back(granules[g]);
+            refined += attend(head, some, own, part[0]);
+            const Tree tree = {here, 0, here, dim, part[1]};
+            tree.clear(lanes);
+            for (int64_t g = 0; g < int64_t(own.size()); ++g) tree.merge(seen.index[members[node][g]] / nodes % lanes, part[0], g);
+            tree.reduce(lanes, 1);
+            const int64_t at = node * rows + head * here;
+            std::copy_n(part[1].m, here, to.m + at), std::copy_n(part[1].l, here, to.l + at), std::copy_n(part[1].o, here * dim, to.o + at * dim);
+        });
+        Tree{rows, 0, rows, dim, to}.reduce(nodes, seen.nodes);
+        return refined;
+    }
+};
+
+}  // namespace bitkv
