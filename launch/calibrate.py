@@ -95,7 +95,7 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     from bitkv_dist.fit.attended import RECENT, SINK
     from bitkv_dist.fit.sample import taught
 
-    raw = [(Path(path).name, text.read_prompt_file(path)) for path in asked.text]
+    raw = [(Path(path).name, text.read_prompt_file(path, "--text")) for path in asked.text]
     tokenizer = checkpoint.read_tokenizer(checkpoint.localise(config.generate.model, bar))
     share = asked.tokens // len(raw)
     texts = [
@@ -153,6 +153,7 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
         VERSION, asked.codec, asked.form, model.name, f"{model.fingerprint:016x}", model.layers, model.kv_heads, model.head_dim,
         rope.scaling, "all KV heads" if asked.codec == "tailored" else "none", tuple(text.source for text in texts),
         asked.vectors, asked.seed, {part: sum(lost[part] for _, lost in found) / len(found) for part in found[0][1]}, "",
+        asked.iterations, asked.window,
     )  # fmt: skip
     tensors = {name: torch.stack([layer[name] for layer, _ in found]) for name in found[0][0]} | {"inv_freq": rope.inv_freq}
     heads = tensors["K.weighted"].flatten().tolist() if "K.weighted" in tensors else []
@@ -162,9 +163,8 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
 def summary(origin: Origin, heads: list[int], path: Path) -> list[str]:
     """What a person wants to know of the file that was written."""
     lost = {name: f"{share:.3f}" for name, share in origin.lost.items()}
-    tokens = sum(text["tokens"] for text in origin.texts)
     lines = [
-        f"codec {origin.codec} ({origin.form}) of {origin.model}, fitted to {tokens:,} tokens, an eighth of them held out",
+        f"{origin.described()}; an eighth of the tokens held out",
         f"share of the variance that the codes lose, taught and held out: keys {lost['K.taught']}, {lost['K.held_out']}; "
         f"values {lost['V.taught']}, {lost['V.held_out']}",
         f"{path}: {path.stat().st_size / 1e6:,.1f} MB, digest {origin.digest}, model {origin.fingerprint}",
