@@ -16,7 +16,7 @@ from bitkv_dist.rules import shown
 
 VERSION = 1
 KEY = "bitkv"
-FORMS = {"tailored": ("weighted", "attended", "unweighted", "threshold"), "residual": ("two-stage",)}
+FORMS = {"tailored": ("attended", "weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
 MOST_HEADER_BYTES = 1 << 24
 
 

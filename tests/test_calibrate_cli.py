@@ -142,7 +142,7 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     [
         (("--codec", "planes"), "argument --codec: invalid choice: 'planes'"),
         (("--form", "attended", "--window", "256"), "window 256: form attended learns behind 256 tokens of a window"),
-        (("--form", "two-stage"), "form two-stage: codec tailored has weighted, attended, unweighted, threshold"),
+        (("--form", "two-stage"), "form two-stage: codec tailored has attended, weighted, unweighted, threshold"),
         (("--output", "x.bin"), "output 'x.bin': must end in .safetensors; add it"),
         (("--output", "no/such/x.safetensors"), "must be a file in an existing folder"),
         (("--text", "no.txt"), "--text 'no.txt': cannot be read (No such file or directory); give a text file"),

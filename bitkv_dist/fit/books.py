@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bitkv_dist.codec.books import LIMIT, Books
 from bitkv_dist.codec.rope import Rope, channel_pairs
-from bitkv_dist.fit.attended import attended, tempered
+from bitkv_dist.fit.attended import Received, received, score_cost, tempered
 from bitkv_dist.fit.importance import importance, weights
 from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import group_channels
@@ -17,6 +17,8 @@ from bitkv_dist.fit.sample import Window, turned
 
 MARGIN = 1.25  # a vector this much farther out than the outermost word still keeps its place
 ANCHORS = 96  # queries of a window whose scores decide whether a head is weighted
+TRIAL_STRIDE = 64  # every so many-th query decides it for form attended
+TEMPER = 0.5  # of that form: exponent of the geometric mean of the article's weights and those of what is attended to
 TRIAL = {"vectors": 2048, "words": 64, "iterations": 6}  # of the books that decide it
 
 
@@ -35,13 +37,15 @@ class Fit:
 class Tokens:
     """One side of a layer as its books see it: x fp32 [HK, T, D] with the scale divided out, scale fp32 [T] or None.
 
-    teaches bool [T]; drawn int64 [vectors]: the tokens that the books are fitted to.
+    teaches bool [T]; drawn int64 [vectors]: the tokens that the books are fitted to. mass fp32 [HK, T]: how much each of them
+    counts there, beside its scale; None = alike.
     """
 
     x: torch.Tensor
     scale: torch.Tensor | None
     teaches: torch.Tensor
     drawn: torch.Tensor
+    mass: torch.Tensor | None = None
 
     def importance(self, tokens: torch.Tensor) -> torch.Tensor:
         """How much a normalised error of some tokens costs, fp32 [n]: their squared scale, 1 in the mean."""
@@ -49,6 +53,14 @@ class Tokens:
             return torch.ones(self.x.shape[1])[tokens]
         square = self.scale[tokens].square()
         return square / square.mean().clamp(min=1e-30)
+
+    def weight(self, tokens: torch.Tensor) -> torch.Tensor:
+        """How much k-means lets some tokens count, fp32 [HK, n]."""
+        weight = self.importance(tokens).expand(len(self.x), -1)
+        if self.mass is None:
+            return weight
+        mass = self.mass[:, tokens]
+        return weight * mass / mass.mean(-1, keepdim=True).clamp(min=1e-30)
 
 
 def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -62,7 +74,11 @@ def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str
         books = {side: residual_books(tokens, how) for side, tokens in plain.items()}
         sides, found = plain, {}
     else:
-        weight, switches = channel_weights(windows, rope, plain["K"], how)
+        looks = [received(window, rope) for window in windows] if how.form == "attended" else []
+        if looks:
+            masses = (torch.cat([getattr(each, side) for each in looks], 1) for side in ("keys", "values"))
+            plain = {side: replace(plain[side], mass=tempered(mass)) for side, mass in zip("KV", masses, strict=True)}
+        weight, switches = channel_weights(windows, rope, plain["K"], how, looks)
         keys = scaled(plain["K"], weight)
         books = {"K": tailored_books(keys, weight, rope, how), "V": value_books(plain["V"], how)}
         sides, found = plain | {"K": keys}, {"K.weighted": switches}
@@ -82,35 +98,43 @@ def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str
 def scaled(tokens: Tokens, weight: torch.Tensor) -> Tokens:
     """Keys over the root mean square of a token's weighted keys in all heads; weight fp32 [HK, D]."""
     scale = (tokens.x * weight[:, None]).square().mean((0, 2)).sqrt()
-    return Tokens(tokens.x / torch.where(scale == 0, 1.0, scale)[:, None], scale, tokens.teaches, tokens.drawn)
+    return replace(tokens, x=tokens.x / torch.where(scale == 0, 1.0, scale)[:, None], scale=scale)
 
 
-def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fit) -> tuple[torch.Tensor, torch.Tensor]:
+def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fit,
+                    looks: Sequence[Received] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [HK, D], and which heads are weighted, uint8 [HK]: those whose scores small trial books serve better with weights.
 
-    The weights know the diagonal of M alone; where its other entries matter, plain channels may do better.
+    The weights know the diagonal of M alone; where its other entries matter, plain channels may do better. looks: what each
+    window's tokens receive, for form attended.
     """
     heads, _, dim = keys.x.shape
     even = torch.ones(heads, dim)
     if how.form == "unweighted":
         return even, torch.zeros(heads, dtype=torch.uint8)
+    taught = [window.q[:, :, : window.taught] for window in windows]
+    count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
+    diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
+    weighed = weights(diagonal)
     if how.form == "attended":
-        received = tempered(weights(sum(attended(window, rope) for window in windows)))
-    else:
-        taught = [window.q[:, :, : window.taught] for window in windows]
-        count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
-        diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
-        received = weights(diagonal)
+        weighed = (weighed * weights(sum(each.channels for each in looks))) ** (TEMPER / 2)
     if how.form == "threshold":  # a channel's own weight does not move its threshold; scales are taken of weighted keys
-        return received, torch.ones(heads, dtype=torch.uint8)
+        return weighed, torch.ones(heads, dtype=torch.uint8)
     trial = Fit(how.codec, how.form, TRIAL["vectors"], TRIAL["iterations"], how.seed)
     errors = []
-    for weight in (received, even):
+    for weight in (weighed, even):
         tokens = scaled(keys, weight)
         books = tailored_books(tokens, weight, rope, trial, TRIAL["words"])
-        errors.append(score_error(windows, rope, (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]))
-    weighted = errors[0] < errors[1]
-    return torch.where(weighted[:, None], received, even), weighted.to(torch.uint8)
+        error = (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]
+        errors.append((cost_of if looks else score_error)(windows, rope, error))
+    switched = errors[0] < errors[1]
+    return torch.where(switched[:, None], weighed, even), switched.to(torch.uint8)
+
+
+def cost_of(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:
+    """What key errors fp32 [HK, T, D] of all windows' tokens cost the queries that read them by code, fp32 [HK]."""
+    parts = zip(windows, error.split([window.k.shape[1] for window in windows], 1), strict=True)
+    return sum(score_cost(window, rope, part[:, : window.taught], TRIAL_STRIDE) for window, part in parts)
 
 
 def score_error(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:
@@ -176,7 +200,7 @@ def fitted(tokens: Tokens, x: torch.Tensor, channels: torch.Tensor, words: int, 
     tokens_drawn = tokens.drawn[: how.vectors]
     drawn = x[:, tokens_drawn].gather(2, order[:, None].expand(-1, len(tokens_drawn), -1))
     left = drawn.unflatten(2, (groups, width)).transpose(1, 2).flatten(0, 1)  # [HK * groups, vectors, n]
-    weight = tokens.importance(tokens_drawn)
+    weight = tokens.weight(tokens_drawn).repeat_interleave(groups, 0)
     found, unit = [], None
     for stage in range(stages):
         real = kmeans(left, weight, words, how.iterations, how.seed + stage)
