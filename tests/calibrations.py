@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bitkv_dist.calibrated import VERSION, Origin
+from bitkv_dist.calibrated import FORMS, VERSION, Origin
 from bitkv_dist.codec.codebooks import save
 from bitkv_dist.codec.rope import Rope
 from bitkv_dist.fit import sample
@@ -14,7 +14,7 @@ from bitkv_dist.fit.books import Fit, fit_layer
 from bitkv_dist.fit.sample import Window, turned
 from bitkv_dist.model import ServedModel
 
-FORM = {"tailored": "weighted", "residual": "two-stage"}
+FORM = {codec: forms[0] for codec, forms in FORMS.items()}
 PAGE = 64
 
 
