@@ -105,12 +105,12 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     teaching = [taught(len(window)) for window in windows_of(texts, asked.window)]
     teach = sum(teaching)
     longest = max(teaching, default=0)
-    if asked.form == "attended" and longest <= SINK + RECENT:
-        rule = f"form attended learns behind {SINK + RECENT} tokens of a window, the longest here teaches {longest}"
-        raise ValueError(f"window {asked.window}: {rule}; give a longer --window and text, or --form weighted")
     if teach < LEAST_TOKENS[asked.codec]:
         rule = f"{teach} tokens in all that teach, codec {asked.codec} is fitted to at least {LEAST_TOKENS[asked.codec]}"
         raise ValueError(f"text {' '.join(asked.text)}: {rule}; give more text or --tokens")
+    if asked.form == "attended" and longest <= SINK + RECENT:
+        rule = f"form attended learns behind {SINK + RECENT} tokens of a window, the longest here teaches {longest}"
+        raise ValueError(f"window {asked.window}: {rule}; give a longer --window and text, or --form weighted")
     return texts
 
 
@@ -180,7 +180,8 @@ def _parser() -> shell.Parser:
     texts = {"nargs": "+", "action": "extend", "required": True, "metavar": "FILE"}
     parser.add_argument("--text", **texts, help="UTF-8, of the kind that the cache will hold")
     parser.add_argument("--output", type=shell.output_file, required=True, metavar="FILE.safetensors", help="what to write")
-    says = "tailored: weighted by received attention, attended: by that of coded keys, unweighted, or threshold: two levels"
+    says = "tailored: attended (by the attention that codes get), weighted (the article's: by all causal pairs), unweighted, "
+    says += "or threshold (two levels of a channel)"
     parser.add_argument("--form", metavar="FORM", help=says)
     flags.add_field_flags(parser.add_argument_group("model"), _FIELDS)
     group = parser.add_argument_group("fitting")

@@ -9,7 +9,7 @@ import pytest
 import simulated
 import tiny
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bitkv_dist.calibrated import read_origin
 from bitkv_dist.codec.codebooks import content_digest, save
@@ -187,6 +187,18 @@ def test_a_file_from_before_window_and_iterations_is_read(files, tmp_path):
     origin = read_origin(str(path))
     assert origin.digest == digest == content_digest(origin, load_file(path)) and origin.window is None
     assert origin.described().endswith("fitted to 2,600 tokens, 2,048 vectors, seed 0")
+
+
+def test_what_is_not_finite_is_refused(tmp_path):
+    """A weight that overflowed: one line that names the layer, no file, no traceback of k-means."""
+    folder = save_model(tmp_path)
+    weights = load_file(Path(folder) / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][3, 5] = float("inf")
+    save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match="values of layer 1 are not finite; check its weights, or give another --dtype"):
+        call(calibrate, "--model", folder, "--codec", "residual", "--text", TALE, "--output", str(path), *QUICK)
+    assert not path.exists()
 
 
 def test_another_models_file_is_refused(files, tmp_path):
