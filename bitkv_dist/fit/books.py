@@ -9,7 +9,7 @@ import torch
 
 from bitkv_dist.codec.books import LIMIT, Books
 from bitkv_dist.codec.rope import Rope, channel_pairs
-from bitkv_dist.fit.attended import Received, received, score_cost, tempered
+from bitkv_dist.fit.attended import attended, score_cost, tempered
 from bitkv_dist.fit.importance import importance, weights
 from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import group_channels
@@ -18,7 +18,6 @@ from bitkv_dist.fit.sample import Window, turned
 MARGIN = 1.25  # a vector this much farther out than the outermost word still keeps its place
 ANCHORS = 96  # queries of a window whose scores decide whether a head is weighted
 TRIAL_STRIDE = 64  # every so many-th query decides it for form attended
-TEMPER = 0.5  # of that form: exponent of the geometric mean of the article's weights and those of what is attended to
 TRIAL = {"vectors": 2048, "words": 64, "iterations": 6}  # of the books that decide it
 
 
@@ -37,15 +36,13 @@ class Fit:
 class Tokens:
     """One side of a layer as its books see it: x fp32 [HK, T, D] with the scale divided out, scale fp32 [T] or None.
 
-    teaches bool [T]; drawn int64 [vectors]: the tokens that the books are fitted to. mass fp32 [HK, T]: how much each of them
-    counts there, beside its scale; None = alike.
+    teaches bool [T]; drawn int64 [vectors]: the tokens that the books are fitted to.
     """
 
     x: torch.Tensor
     scale: torch.Tensor | None
     teaches: torch.Tensor
     drawn: torch.Tensor
-    mass: torch.Tensor | None = None
 
     def importance(self, tokens: torch.Tensor) -> torch.Tensor:
         """How much a normalised error of some tokens costs, fp32 [n]: their squared scale, 1 in the mean."""
@@ -53,14 +50,6 @@ class Tokens:
             return torch.ones(self.x.shape[1])[tokens]
         square = self.scale[tokens].square()
         return square / square.mean().clamp(min=1e-30)
-
-    def weight(self, tokens: torch.Tensor) -> torch.Tensor:
-        """How much k-means lets some tokens count, fp32 [HK, n]."""
-        weight = self.importance(tokens).expand(len(self.x), -1)
-        if self.mass is None:
-            return weight
-        mass = self.mass[:, tokens]
-        return weight * mass / mass.mean(-1, keepdim=True).clamp(min=1e-30)
 
 
 def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -74,11 +63,7 @@ def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str
         books = {side: residual_books(tokens, how) for side, tokens in plain.items()}
         sides, found = plain, {}
     else:
-        looks = [received(window, rope) for window in windows] if how.form == "attended" else []
-        if looks:
-            masses = (torch.cat([getattr(each, side) for each in looks], 1) for side in ("keys", "values"))
-            plain = {side: replace(plain[side], mass=tempered(mass)) for side, mass in zip("KV", masses, strict=True)}
-        weight, switches = channel_weights(windows, rope, plain["K"], how, looks)
+        weight, switches = channel_weights(windows, rope, plain["K"], how)
         keys = scaled(plain["K"], weight)
         books = {"K": tailored_books(keys, weight, rope, how), "V": value_books(plain["V"], how)}
         sides, found = plain | {"K": keys}, {"K.weighted": switches}
@@ -101,12 +86,10 @@ def scaled(tokens: Tokens, weight: torch.Tensor) -> Tokens:
     return replace(tokens, x=tokens.x / torch.where(scale == 0, 1.0, scale)[:, None], scale=scale)
 
 
-def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fit,
-                    looks: Sequence[Received] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fit) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [HK, D], and which heads are weighted, uint8 [HK]: those whose scores small trial books serve better with weights.
 
-    The weights know the diagonal of M alone; where its other entries matter, plain channels may do better. looks: what each
-    window's tokens receive, for form attended.
+    The weights know the diagonal of M alone; where its other entries matter, plain channels may do better.
     """
     heads, _, dim = keys.x.shape
     even = torch.ones(heads, dim)
@@ -117,7 +100,7 @@ def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fi
     diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
     weighed = weights(diagonal)
     if how.form == "attended":
-        weighed = (weighed * weights(sum(each.channels for each in looks))) ** (TEMPER / 2)
+        weighed = tempered(weighed, weights(sum(attended(window, rope) for window in windows)))
     if how.form == "threshold":  # a channel's own weight does not move its threshold; scales are taken of weighted keys
         return weighed, torch.ones(heads, dtype=torch.uint8)
     trial = Fit(how.codec, how.form, TRIAL["vectors"], TRIAL["iterations"], how.seed)
@@ -126,12 +109,12 @@ def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fi
         tokens = scaled(keys, weight)
         books = tailored_books(tokens, weight, rope, trial, TRIAL["words"])
         error = (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]
-        errors.append((cost_of if looks else score_error)(windows, rope, error))
+        errors.append((score_cost_of_all if how.form == "attended" else score_error)(windows, rope, error))
     switched = errors[0] < errors[1]
     return torch.where(switched[:, None], weighed, even), switched.to(torch.uint8)
 
 
-def cost_of(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:
+def score_cost_of_all(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:
     """What key errors fp32 [HK, T, D] of all windows' tokens cost the queries that read them by code, fp32 [HK]."""
     parts = zip(windows, error.split([window.k.shape[1] for window in windows], 1), strict=True)
     return sum(score_cost(window, rope, part[:, : window.taught], TRIAL_STRIDE) for window, part in parts)
@@ -200,7 +183,7 @@ def fitted(tokens: Tokens, x: torch.Tensor, channels: torch.Tensor, words: int, 
     tokens_drawn = tokens.drawn[: how.vectors]
     drawn = x[:, tokens_drawn].gather(2, order[:, None].expand(-1, len(tokens_drawn), -1))
     left = drawn.unflatten(2, (groups, width)).transpose(1, 2).flatten(0, 1)  # [HK * groups, vectors, n]
-    weight = tokens.weight(tokens_drawn).repeat_interleave(groups, 0)
+    weight = tokens.importance(tokens_drawn)
     found, unit = [], None
     for stage in range(stages):
         real = kmeans(left, weight, words, how.iterations, how.seed + stage)

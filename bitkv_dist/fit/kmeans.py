@@ -10,13 +10,12 @@ SEED_ROUNDS = 8
 
 
 def kmeans(x: torch.Tensor, weight: torch.Tensor, count: int, iterations: int, seed: int) -> torch.Tensor:
-    """x fp32 [problems, N, n], weight fp32 [N] or [problems, N] of the vectors -> words fp32 [problems, count, n].
+    """x fp32 [problems, N, n], weight fp32 [N] of the vectors -> words fp32 [problems, count, n].
 
     Words that lose all their vectors move to vectors that are far from theirs.
     """
     generator = torch.Generator().manual_seed(seed)
-    weights = weight.expand(x.shape[:2])
-    return torch.stack([_one(*problem, count, iterations, generator) for problem in zip(x, weights, strict=True)])
+    return torch.stack([_one(vectors, weight, count, iterations, generator) for vectors in x])
 
 
 def _one(x: torch.Tensor, weight: torch.Tensor, count: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
