@@ -26,8 +26,9 @@ def call(command, *argv: str) -> None:
 
 @pytest.mark.slow
 def test_codebooks_beat_the_sign_code_and_uniform_codes(tmp_path):
-    """Fitted to a manual and measured on three other texts. Words of 1.25 bits: at most half of the sign code's KL, which takes
-    1.375 (with more to learn from it is a fifth: benchmarks/NOTES.md). Residual codebooks of 2 bits: at most 0.8 of that of one-stage uniform codes without rotation, which take 2.375.
+    """Fitted to a little of a manual and measured on three other texts. Words of 1.25 bits: at most half of the sign code's KL,
+    which takes 1.375. Residual codebooks of 2 bits: at most 0.8 of that of one-stage uniform codes without rotation, which take
+    2.375. (Figures of a whole calibration: benchmarks/NOTES.md.)
     """
     manual, results, uniform = tmp_path / "manual.txt", tmp_path / "results.json", tmp_path / "uniform.yaml"
     topics = pydoc_data.topics.topics
