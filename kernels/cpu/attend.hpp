@@ -35,7 +35,7 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
 // Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D].
 template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
-    const int64_t P = l.tokens, D = l.dim, pages = u.pages();
+    const int64_t P = l.tokens, pages = u.pages();
     score_pages<V>(l, q, noise_factor, keys, u, s, ahead);
     std::copy_n(u.peak.data(), u.rows, m);
     int8_t* integers = room(s.integers, pages * u.rows * P);
@@ -44,81 +44,71 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
         const Each rounder = rounders(u, first);
         Each factor;
         for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift(first + r) - u.peak[first + r]);
+        Four total = {};
         with_rows(u.rows - first, [&](auto count) {
             Each* most = room(s.most, pages);
             for (int64_t page = 0; page < pages; ++page) {
                 float* rows = &u.scores[first * u.total + page * P];
                 const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows);
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor.row[r];
+                u.mass[u.block(first, page)] = Each::of(found.sum.all() * factor.all()), total += u.mass[u.block(first, page)].all();
             }
             for (int64_t page = 0; page < pages; ++page) {
                 const Each size = quantize_rows<V>(count, &u.scores[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor.row[r] * unit;
+                u.size[u.block(first, page)] = Each::of(size.all() * factor.all() * unit);
             }
+            for (int r = 0; r < count; ++r) l_out[first + r] = total[r];
         });
     }
-    for (int64_t page = 0; page < pages; ++page) {
-        s.weights.set(l.scan_bits[VALUES], P / 4, integers + page * u.rows * P, P, u.rows);
-        s.weights.dot(u.record[page] + l.planes[VALUES], D / 8, &u.sums[page * u.rows * D], D, ahead);
-    }
-    for (int64_t r = 0; r < u.rows; ++r) {
-        l_out[r] = 0.0f;
-        for (int64_t page = 0; page < pages; ++page) l_out[r] += u.mass[r * pages + page];
-    }
+    dot_values(l, u, integers, s, ahead);
     combine<false>(l, u, o);
 }
 
 // What each page has of l, [rows][pages]; zero where none is sealed.
 inline void tell_pages(const Layout& l, const Unit& u, const uint8_t* page_valid, float* to) {
     for (int64_t r = 0; r < u.rows; ++r)
-        for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[r * u.pages() + held++] : 0.0f;
+        for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[u.block(r, held++)].row[r % FEW] : 0.0f;
 }
 
-// `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. With refinement a unit is finished after the next was
-// begun. Returns the tokens refined.
+// `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. Returns the
+// tokens refined.
 template <int V>
 inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out) {
     struct Own {
-        Unit units[2];
+        Unit unit;
         Workspace workspace;
         Ahead ahead;
         std::vector<Operands> keys;
     };
     thread_local Own of_thread;
-    auto& [units, s, ahead, keys] = of_thread;
+    auto& [u, s, ahead, keys] = of_thread;
     const int64_t rows = q.group, per_granule = heads * q.count, all = count * per_granule;
-    auto prepare = [&](Operands& to, int64_t unit) { to.set(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
+    auto prepare = [&](Operands& to, int64_t unit) { to.set<true>(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
     const bool once = q.count == 1;  // the same queries in all granules
     if (int64_t(keys.size()) < (once ? heads : 1)) keys.resize(size_t(once ? heads : 1));
     if (once && count)
         for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], h);
     auto records = [&](int64_t i) { return granules[i / per_granule].records + (head + i % per_granule / q.count) * l.record_bytes; };
     int64_t refined = 0;
-    auto end = [&](int64_t i) {
-        Unit& u = units[i % 2];
+    for (int64_t i = 0; i < all; ++i) {
+        if (i % q.count == 0) ahead.scan(l, i + q.count < all ? records(i + q.count) : nullptr, page_stride);
+        const int64_t unit = i % per_granule;
+        const uint8_t* valid = granules[i / per_granule].page_valid;
+        u.start(l, records(i), valid, page_stride, (head * q.count + unit) * rows, rows);
+        Operands& of_unit = keys[size_t(once ? unit : 0)];
+        if (!once) prepare(of_unit, unit);
         float *m = out.m + i * rows, *l_out = out.l + i * rows, *o = out.o + i * rows * l.dim;
         if (u.total == 0) {
             std::fill_n(m, rows, -INFINITY), std::fill_n(l_out, rows, 0.0f), std::fill_n(o, rows * l.dim, 0.0f);
         } else if (!refine.enabled) {
-            attend_scanned<V>(l, q, refine.scan_noise, keys[size_t(once ? i % heads : 0)], u, s, ahead, m, l_out, o);
+            attend_scanned<V>(l, q, refine.scan_noise, of_unit, u, s, ahead, m, l_out, o);
         } else {
+            begin<V>(l, q, refine, of_unit, u, s, ahead);
             finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
             refined += count_refined(u);
         }
-        if (out.page_mass) tell_pages(l, u, granules[i / per_granule].page_valid, out.page_mass + i * rows * l.pages);
-    };
-    for (int64_t i = 0; i < all; ++i) {
-        if (i % q.count == 0) ahead.scan(l, i + q.count < all ? records(i + q.count) : nullptr, page_stride);
-        const int64_t unit = i % per_granule;
-        units[i % 2].start(l, records(i), granules[i / per_granule].page_valid, page_stride, (head * q.count + unit) * rows, rows);
-        Operands& of_unit = keys[size_t(once ? unit : 0)];
-        if (!once) prepare(of_unit, unit);
-        if (refine.enabled) begin<V>(l, q, refine, of_unit, units[i % 2], s, ahead);
-        if (!refine.enabled) end(i);
-        else if (i) end(i - 1);
+        if (out.page_mass) tell_pages(l, u, valid, out.page_mass + i * rows * l.pages);
     }
-    if (refine.enabled && all) end(all - 1);
     ahead.finish();
     return refined;
 }

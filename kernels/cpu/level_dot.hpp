@@ -43,6 +43,7 @@ namespace {
 // Rows of operands int8 -127..127 [rows][4 height], for dot products with any number of arrays of words; they must stay where they are.
 class Operands {
 public:
+    template <bool>
     void set(int64_t planes, int64_t height, const int8_t* operands, int64_t stride, int64_t rows) {
         planes_ = planes, height_ = height, operands_ = operands, stride_ = stride, rows_ = rows;
     }

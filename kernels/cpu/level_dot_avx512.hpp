@@ -57,41 +57,43 @@ struct Tables {
     uint64_t used, over[BESIDE];  // bit 2 i: block i has an operand that is not 0 in any row; an excess
     int32_t total[BESIDE];  // of |operand|
 
-    // Operands of `height` words.
+    // Operands of `height` words, of which some are negative or, as weights, none.
+    template <bool SIGNED>
     void set(const int8_t* operands, int64_t stride, int64_t rows, int64_t height) {
-        used = 0;
+        uint64_t any = 0;
         for (int64_t r = 0; r < rows; ++r) {
             __m512i sums = _mm512_setzero_si512();
-            over[r] = 0;
+            uint64_t full = 0;
             for (int64_t k = 0; k < height; k += 16) {  // four blocks
-                const __mmask16 inside = height - k >= 16 ? 0xffff : (1u << (height - k)) - 1;
-                const __m512i x = _mm512_maskz_loadu_epi32(inside, operands + r * stride + 4 * k), size = _mm512_abs_epi8(x);
+                const int8_t* from = operands + r * stride + 4 * k;
+                const __m512i x = height - k >= 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32((1u << (height - k)) - 1, from), size = SIGNED ? _mm512_abs_epi8(x) : x;
                 sums = _mm512_add_epi64(sums, _mm512_sad_epu8(size, _mm512_setzero_si512()));
                 const __m512i two = _mm512_adds_epu8(size, _mm512_shuffle_epi32(size, _MM_PERM_ENUM(0xb1)));
                 const __m512i most = _mm512_adds_epu8(two, _mm512_shuffle_epi32(two, _MM_PERM_ENUM(0x4e)));
-                used |= uint64_t(_mm512_test_epi64_mask(most, most) & 0x55) << (k / 2);
+                any |= uint64_t(_mm512_test_epi64_mask(most, most) & 0x55) << (k / 2);
                 const __m512i above = _mm512_subs_epu8(most, _mm512_set1_epi8(char(254)));
-                const uint64_t full = _mm512_test_epi64_mask(above, above) & 0x55;
-                over[r] |= full << (k / 2);
-                fill(x, r, k / 4, full != 0);
+                const uint64_t here = _mm512_test_epi64_mask(above, above) & 0x55;
+                full |= here << (k / 2);
+                fill<SIGNED>(x, r, k / 4, here != 0);
             }
-            total[r] = int32_t(_mm512_reduce_add_epi64(sums));
+            over[r] = full, total[r] = int32_t(_mm512_reduce_add_epi64(sums));
         }
+        used = any;
     }
 
     // Tables of four blocks of operands.
-    void fill(__m512i operands, int64_t row, int64_t block, bool exceeds) {
+    template <bool SIGNED>
+    INLINE void fill(__m512i operands, int64_t row, int64_t block, bool exceeds) {
         constexpr uint64_t FIRST = 0xaaaaaaaaaaaaaaaa, SECOND = 0xcccccccccccccccc;  // of two bits, the one that an operand needs
         const __m512i lane = _mm512_set_epi64(3 * ONES, 3 * ONES, 2 * ONES, 2 * ONES, ONES, ONES, 0, 0);
         const __m512i word = _mm512_add_epi8(lane, _mm512_broadcast_i32x4(_mm_set_epi64x(0x1818181810101010, 0x0808080800000000)));
         const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0302010003020100, 0x0302010003020100));
         const __m512i far = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0707070706060606, 0x0505050504040404));
-        const bool negative = _mm512_movepi8_mask(operands) != 0;
-        const __m512i plus = negative ? _mm512_max_epi8(operands, _mm512_setzero_si512()) : operands, minus = _mm512_sub_epi8(plus, operands);
+        const __m512i plus = SIGNED ? _mm512_max_epi8(operands, _mm512_setzero_si512()) : operands, minus = _mm512_sub_epi8(plus, operands);
         UNROLL for (int half = 0; half < 2; ++half) {  // two blocks, eight bytes of a lane each: sums of operands 0 and 1, and of 2 and 3
             const __m512i first = _mm512_add_epi8(word, _mm512_set1_epi8(char(32 * half))), second = _mm512_add_epi8(first, _mm512_set1_epi8(4));
             __m512i pairs = _mm512_add_epi8(_mm512_maskz_permutexvar_epi8(FIRST, first, plus), _mm512_maskz_permutexvar_epi8(SECOND, second, plus));
-            if (negative) {
+            if (SIGNED) {
                 pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~FIRST, first, minus));
                 pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~SECOND, second, minus));
             }
@@ -153,7 +155,7 @@ INLINE void numbers(const __m512i word[4], __m512i place, __m512i to[4]) {
 // Sums of one plane by lookups; asks for LINES lines from `fetch` on with each block.
 template <int ROWS, Pass PASS>
 INLINE void look_up(const Tables& tables, const uint8_t* words, int64_t height, int64_t width, __mmask16 lanes, __m512i sum[ROWS][4], const uint8_t* fetch) {
-    constexpr int64_t LINES = PASS == NARROW ? 6 : 3;
+    constexpr int64_t LINES = PASS == NARROW ? 4 : 3;
     const __m512i place = _mm512_set1_epi32(0x30201000), twos = _mm512_set1_epi8(2);
     __m512i index[4];
     auto look = [&](uint64_t left, __m512i to[4]) __attribute__((always_inline)) {
@@ -214,8 +216,12 @@ INLINE void store_sums(const __m512i sum[ROWS][4], const int32_t less[ROWS], int
                 if (shift) x = _mm512_add_epi32(x, _mm512_slli_epi32(_mm512_maskz_loadu_epi32(inside, at), unsigned(shift)));
                 _mm512_mask_storeu_epi32(at, inside, x);
             };
+            auto put_half = [&](__m256i x, __m256i* at) __attribute__((always_inline)) {
+                if (shift) x = _mm256_add_epi32(x, _mm256_slli_epi32(_mm256_loadu_si256(at), unsigned(shift)));
+                _mm256_storeu_si256(at, x);
+            };
             if (PASS != NARROW) put(lanes, found, to);
-            else put(0xff, found, to), put(0xff, _mm512_zextsi256_si512(_mm512_extracti64x4_epi64(found, 1)), to + 4 * width);
+            else put_half(_mm512_castsi512_si256(found), (__m256i*)to), put_half(_mm512_extracti64x4_epi64(found, 1), (__m256i*)(to + 4 * width));
         }
 }
 
@@ -223,11 +229,12 @@ INLINE void store_sums(const __m512i sum[ROWS][4], const int32_t less[ROWS], int
 class Operands {
 public:
     // They must stay where they are.
+    template <bool SIGNED>
     void set(int64_t planes, int64_t height, const int8_t* operands, int64_t stride, int64_t rows) {
         planes_ = planes, height_ = height, operands_ = operands, stride_ = stride, rows_ = rows;
         if (planes == 1) {
             Tables* tables = bitkv::room(tables_, (rows + BESIDE - 1) / BESIDE);
-            for (int64_t r = 0; r < rows; r += BESIDE) tables[r / BESIDE].set(operands + r * stride, stride, rows - r < BESIDE ? rows - r : BESIDE, height);
+            for (int64_t r = 0; r < rows; r += BESIDE) tables[r / BESIDE].set<SIGNED>(operands + r * stride, stride, rows - r < BESIDE ? rows - r : BESIDE, height);
             return;
         }
         int32_t* total = bitkv::room(totals_, rows);
@@ -256,20 +263,28 @@ private:
     void dot_rows(const uint8_t* words, int64_t width, int64_t row, int32_t* out, int64_t out_stride, Ahead& ahead) const {
         for (int64_t at = 0; at < width; at += 16) {
             if (width == 8) {
-                dot_pass<ROWS, NARROW>(words, width, 0xff, row, out, out_stride, ahead);
+                dot_pass<ROWS, NARROW, false>(words, width, 0xff, row, out, out_stride, ahead);
                 return;
             }
             const __mmask16 lanes = width - at >= 16 ? 0xffff : (1u << (width - at)) - 1;
-            dot_pass<ROWS, EVEN>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
-            dot_pass<ROWS, ODD>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
+            if (width == 16) {
+                dot_pass<ROWS, EVEN, true>(words, width, lanes, row, out, out_stride, ahead);
+                dot_pass<ROWS, ODD, true>(words, width, lanes, row, out, out_stride, ahead);
+                return;
+            }
+            dot_pass<ROWS, EVEN, false>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
+            dot_pass<ROWS, ODD, false>(words + 4 * at, width, lanes, row, out + at, out_stride, ahead);
         }
     }
 
-    template <int ROWS, Pass PASS>
+    // With constants for an array of 16 columns: what is stored with a mask is not soon there for a load.
+    template <int ROWS, Pass PASS, bool SIXTEEN>
     __attribute__((noinline)) void dot_pass(const uint8_t* words, int64_t width, __mmask16 lanes, int64_t row, int32_t* out, int64_t out_stride, Ahead& ahead) const {
+        if (SIXTEEN) width = 16, lanes = 0xffff;
+        if (PASS == NARROW) width = 8;
         if (planes_ == 1) {
             const Tables& tables = tables_[size_t(row / BESIDE)];
-            const uint8_t* fetch = ahead.take((PASS == NARROW ? 6 : 3) * __builtin_popcountll(tables.used));
+            const uint8_t* fetch = ahead.take((PASS == NARROW ? 4 : 3) * __builtin_popcountll(tables.used));
             __m512i sum[ROWS][4] = {};
             look_up<ROWS, PASS>(tables, words, height_, width, lanes, sum, fetch ? fetch : words);
             store_sums<ROWS, PASS>(sum, tables.total, 0, width, lanes, out, out_stride);

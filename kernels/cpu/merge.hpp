@@ -21,7 +21,7 @@ inline void merge(int64_t rows, int64_t dim, float* m, float* l, float* o, const
             std::memcpy(o + r * dim, o2 + r * dim, dim * sizeof(float));
         } else {
             const float peak = m[r] > m2[r] ? m[r] : m2[r];
-            const float a = exp2_fast(m[r] - peak), b = exp2_fast(m2[r] - peak);
+            const float less = exp2_fast(-std::fabs(m[r] - m2[r])), a = m[r] < m2[r] ? less : 1.0f, b = m[r] < m2[r] ? 1.0f : less;
             m[r] = m[r] != m[r] || m2[r] != m2[r] ? NAN : peak;
             l[r] = l[r] * a + l2[r] * b;
             for (int64_t d = 0; d < dim; ++d) o[r * dim + d] = o[r * dim + d] * a + o2[r * dim + d] * b;

@@ -179,9 +179,9 @@ inline Sixteen without(Sixteen x, uint16_t mask) {
 }
 
 // Entries of a table of sixteen.
-inline Sixteen pick(const float* table, SixteenInts index) {
+inline Sixteen pick(Sixteen table, SixteenInts index) {
 #ifdef __AVX512F__
-    return (Sixteen)_mm512_permutexvar_ps((__m512i)index, (__m512)load16(table));
+    return (Sixteen)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
 #else
     Sixteen x;
     for (int i = 0; i < 16; ++i) x[i] = table[index[i]];

@@ -11,18 +11,16 @@
 
 namespace {
 
-// What the scores of a few rows and one page are made of.
-struct Factors {
-    Each scale, noise, base;
-};
-
 // q.c of some rows; `centroid` in halves.
 template <int COUNT>
 inline Each centroid_products(const float* q, const uint8_t* centroid, int64_t rows) {
-    Sixteen c[COUNT], sum[FEW] = {};
+    Sixteen c[COUNT];
     UNROLLED for (int i = 0; i < COUNT; ++i) c[i] = load_halves(centroid + 32 * i);
-    for (int64_t r = 0; r < rows; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
-    return Each::of(fold16(sum));
+    return with_rows(rows, [&](auto count) {
+        Sixteen sum[FEW] = {};
+        UNROLLED for (int r = 0; r < count; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
+        return Each::of(fold16(sum));
+    });
 }
 
 inline Each centroid_scores(const float* q, const uint8_t* centroid, int64_t dim, int64_t rows, Workspace& s) {
@@ -48,15 +46,10 @@ inline void base_scores(const Layout& l, const Queries& q, Unit& u, Workspace& s
         }
 }
 
-// A unit of the levels of one half can be taken into the scale: that rounds nothing.
-inline Factors factors(const Layout& l, const Queries& q, float noise_factor, const Unit& u, int64_t page, int64_t first, int64_t rows) {
-    const int64_t row = u.first + first;
-    Factors found = {};
-    const float unit = level_unit(l.scan_bits[KEYS]);
-    for (int64_t r = 0; r < rows; ++r) {
-        found.scale.row[r] = q.scale[row + r] * unit, found.noise.row[r] = q.norm2[row + r] * noise_factor;
-        found.base.row[r] = u.base[(first + r) * u.pages() + page];
-    }
+// Of a page; what belongs to the queries was found before. A unit of the levels of one half can be taken into the scale: that rounds nothing.
+inline Factors factors(const Unit& u, int64_t page, int64_t first, int64_t rows, const Factors& of_queries) {
+    Factors found = of_queries;
+    for (int64_t r = 0; r < rows; ++r) found.base.row[r] = u.base[(first + r) * u.pages() + page];
     return found;
 }
 
@@ -65,12 +58,17 @@ template <int V>
 inline void score_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     room(u.levels, u.rows * u.total), room(u.scores, u.rows * u.total);
     base_scores(l, q, u, s);
+    Factors* of_queries = room(s.factors, (u.rows + FEW - 1) / FEW);
+    for (int64_t r = 0; r < u.rows; ++r) {
+        of_queries[r / FEW].scale.row[r % FEW] = q.scale[u.first + r] * level_unit(l.scan_bits[KEYS]);
+        of_queries[r / FEW].noise.row[r % FEW] = q.norm2[u.first + r] * noise_factor;
+    }
     for (int64_t page = 0; page < u.pages(); ++page) {
         keys.dot(u.record[page] + l.planes[KEYS], l.tokens / 8, &u.levels[page * l.tokens], u.total, ahead);
         for (int64_t first = 0; first < u.rows; first += FEW) {
             const int64_t rows = std::min(FEW, u.rows - first), at = first * u.total + page * l.tokens;
             ahead.step(size_t(12 * rows));
-            const Factors f = factors(l, q, noise_factor, u, page, first, rows);
+            const Factors f = factors(u, page, first, rows, of_queries[first / FEW]);
             with_rows(rows, [&](auto count) {
                 score_rows<V, count>(&u.levels[at], u.total, f.scale, u.scales(l, KEYS, page), f.noise, f.base, &u.scores[at], u.total, page == 0, &u.lanes[16 * first]);
             });
@@ -114,12 +112,10 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, const flo
     const int64_t share = int64_t(std::ceil(double(u.total) * refine.share)), count = std::min(u.total, std::max(refine.min_tokens, share));
     const int64_t lists = refine.group ? 1 : u.rows, masks = u.total / 16;
     int32_t* tokens = room(u.selected, lists * count + 16);
-    select(u.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens);
-    std::fill_n(room(u.taken, lists * masks), lists * masks, uint16_t(0));
+    select(u.rows, u.total, u.scores.data(), log_sums, refine.group != 0, count, room(s.keys, u.total), room(s.some, u.total + 16), tokens, room(u.taken, lists * masks));
     for (int64_t i = 0; i < lists; ++i) {
         const List list = {i, u.rows / lists, count, tokens + i * count};
         u.lists.push_back(list);
-        for (int64_t j = 0; j < count; ++j) u.taken[i * masks + list.tokens[j] / 16] |= uint16_t(1 << list.tokens[j] % 16);
         for (Side side : {KEYS, VALUES}) {
             const int64_t bytes = (l.bits[side] - l.scan_bits[side]) * l.dim / 8;
             if (!bytes) continue;
@@ -132,7 +128,6 @@ inline void choose(const Layout& l, const Refinement& refine, Unit& u, const flo
 // Scans and selects.
 template <int V>
 inline void begin(const Layout& l, const Queries& q, const Refinement& refine, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
-    if (u.total == 0) return;
     score_pages<V>(l, q, refine.scan_noise, keys, u, s, ahead);
     float* log_sums = room(s.log_sum_exp, u.rows);
     soften<V>(l, u, log_sums);

@@ -13,7 +13,7 @@ namespace {
 inline void dot_one(const uint8_t* words, int64_t planes, int64_t height, int64_t width, const int8_t* operands, int64_t stride, int64_t rows, int32_t* out, int64_t out_stride) {
     Ahead nothing;
     Operands prepared;
-    prepared.set(planes, height, operands, stride, rows);
+    prepared.set<true>(planes, height, operands, stride, rows);
     prepared.dot(words, width, out, out_stride, nothing);
 }
 
@@ -23,8 +23,11 @@ inline void select_positions(int64_t rows, int64_t total, const float* scores, b
         const float peak = max16(scores + r * total, total);
         log_sum_exp[r] = peak + std::log2(exp2_shifted(scores + r * total, peak, total, p.data()));
     }
-    std::vector<int32_t> keys(total), some(total + 16);
-    select(rows, total, scores, log_sum_exp.data(), group, count, keys.data(), some.data(), positions);
+    const int64_t lists = group ? 1 : rows;
+    std::vector<int32_t> keys(total), some(total + 16), found(lists * count + 16);
+    std::vector<uint16_t> taken(lists * (total / 16));
+    select(rows, total, scores, log_sum_exp.data(), group, count, keys.data(), some.data(), found.data(), taken.data());
+    std::copy_n(found.data(), lists * count, positions);
 }
 
 inline bitkv::Kernels table(const char* name) {

@@ -1,6 +1,5 @@
-// One unit of attention: one granule, one KV head, one query of its group's rows. In one go where nothing is refined
-// (attend.hpp); with refinement the work is cut in two, so that what refinement reads is on its way while the next unit's scan runs:
-// `begin` (scores.hpp) scans and selects, `finish` (values.hpp) refines and sums values.
+// One unit of attention: one granule, one KV head, one query of its group's rows. With refinement `begin` (scores.hpp) scans and selects,
+// `finish` (values.hpp) sums values and refines.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -27,11 +26,17 @@ struct List {
     int64_t whole() const { return (count + 15) / 16 * 16; }  // in registers
 };
 
+// What the scores of a few rows and one page are made of.
+struct Factors {
+    Each scale, noise, base;
+};
+
 // Room for what lasts no longer than a step of the work.
 struct Workspace {
     Operands weights;
-    Room<float> product, log_sum_exp, refined, weight, full, rows, factor;
+    Room<float> product, log_sum_exp, refined, weight, factor;
     Room<Each> most;
+    Room<Factors> factors;
     Room<int32_t> dots, keys, some;
     Room<int8_t> integers;
     Room<uint8_t> codes;
@@ -46,7 +51,7 @@ struct Unit {
     Room<float> scores, p;  // [rows][total], p = 2^(score - shift)
     Room<float> base;  // [rows][pages]: q.c
     Room<float> lanes, peak;  // [rows][16], [rows]: the largest score
-    Room<float> mass, size;  // [rows][pages]: the sum of p, by which the centroid counts; by what level sums count
+    Room<Each> mass, size;  // [rows / FEW][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
     Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
     Room<uint16_t> taken;  // [lists][total / 16]: a bit for each token of a list
@@ -56,6 +61,7 @@ struct Unit {
     float shift(int64_t row) const { return std::rint(peak[size_t(row)]); }
 
     int64_t pages() const { return int64_t(record.size()); }
+    int64_t block(int64_t row, int64_t page) const { return row / FEW * pages() + page; }
 
     // `records`: the first page's, of one head.
     void start(const Layout& l, const uint8_t* records, const uint8_t* page_valid, int64_t page_stride, int64_t first_row, int64_t group) {
@@ -63,8 +69,8 @@ struct Unit {
         for (int64_t page = 0; page < l.pages; ++page)
             if (page_valid[page]) record.push_back(records + page * page_stride);
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
-        const int64_t all = rows * pages();
-        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(mass, all), room(size, all), room(sums, all * l.dim);
+        const int64_t all = rows * pages(), blocks = (rows + FEW - 1) / FEW * pages();
+        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(mass, blocks), room(size, blocks), room(sums, all * l.dim);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }

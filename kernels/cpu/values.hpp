@@ -16,7 +16,7 @@ namespace {
 template <int PAGES, int ROWS, bool ADD>
 inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o) {
     const int64_t dim = l.dim, pages = PAGES ? PAGES : u.pages(), stride = u.rows * dim;
-    const float *mass = &u.mass[first * pages], *size = &u.size[first * pages];
+    const Each *mass = &u.mass[u.block(first, 0)], *size = &u.size[u.block(first, 0)];
     const int32_t* sums = u.sums.data() + first * dim;
     int64_t d = 0;
     for (; d + 16 <= dim; d += 16) {
@@ -24,9 +24,9 @@ inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(o + r * dim + d) : Sixteen{};
         UNROLLED for (int64_t page = 0; page < pages; ++page) {
             const Sixteen center = load_halves(u.centroid(l, VALUES, page) + 2 * d);
-            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[r * pages + page], sum[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[page].row[r], sum[r]);
             UNROLLED for (int r = 0; r < ROWS; ++r)
-                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[r * pages + page], sum[r]);
+                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[page].row[r], sum[r]);
         }
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d, sum[r]);
     }
@@ -36,7 +36,7 @@ inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o
             for (int64_t page = 0; page < pages; ++page) {
                 uint16_t center;
                 std::memcpy(&center, u.centroid(l, VALUES, page) + 2 * d, 2);
-                sum += half_to_float(center) * mass[r * pages + page] + float(sums[page * stride + r * dim + d]) * size[r * pages + page];
+                sum += half_to_float(center) * mass[page].row[r] + float(sums[page * stride + r * dim + d]) * size[page].row[r];
             }
             o[r * dim + d] = sum;
         }
@@ -51,64 +51,85 @@ inline void combine(const Layout& l, const Unit& u, float* o) {
         });
 }
 
-// The full scales of a list's tokens, zeros up to whole registers.
-inline const float* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
-    const int64_t whole = list.whole() + 16;
-    float* scale = room(s.full, whole);
+// The full scales of a list's tokens in halves, zeros up to whole registers. What is gathered one by one is not yet there for a register that
+// loads all of it, so that gathering comes first and something else in between.
+inline const uint8_t* full_scales(const Layout& l, Side side, const Unit& u, const List& list, Workspace& s) {
+    const int64_t whole = list.whole();
     uint16_t* half = room(s.halves, whole);
     for (int64_t i = 0; i < list.count; ++i) std::memcpy(half + i, u.full_scale(l, side, list.tokens[i]), 2);
     std::fill(half + list.count, half + whole, uint16_t(0));
-    for (int64_t i = 0; i < whole; i += 16) store16(scale + i, load_halves(reinterpret_cast<const uint8_t*>(half + i)));
-    return scale;
+    return reinterpret_cast<const uint8_t*>(half);
 }
 
-// Scores of a list's tokens by their full codes, or as scanned if there is nothing below: [rows][whole], -inf past the last.
-inline void rescore(const Layout& l, const Queries& q, float noise_factor, const List& list, const Unit& u, float* refined, Workspace& s) {
-    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS], stride = code_stride(D);
-    if (!low) {
-        for (int64_t r = 0; r < list.rows; ++r)
-            for (int64_t i = 0; i < whole; ++i) refined[r * whole + i] = i < count ? u.scores[(list.row + r) * u.total + list.tokens[i]] : -INFINITY;
-        return;
+// Scores by full codes of some rows of a list, -inf past its last token; the largest of each. kept: the scanned levels, dots: of the low bits.
+template <int ROWS>
+inline Each rescore_rows(const Layout& l, const Queries& q, float noise_factor, const List& list, int64_t row, const Unit& u, const uint8_t* a, const int32_t* kept, const int32_t* dots, float* refined) {
+    const int64_t whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
+    Sixteen most[FEW], base[ROWS];
+    float scale[ROWS], noise[ROWS];
+    int32_t less[ROWS];
+    UNROLLED for (int r = 0; r < FEW; ++r) most[r] = Sixteen{} - INFINITY;
+    code_sums(q.codes + (u.first + row) * l.dim, ROWS, l.dim, less);
+    UNROLLED for (int r = 0; r < ROWS; ++r) {
+        const int64_t of_query = u.first + row + r;
+        scale[r] = q.scale[of_query] * 0.5f, noise[r] = q.norm2[of_query] * noise_factor, less[r] *= (1 << low) - 1;
+        base[r] = load16(&u.base[(row + r) * u.pages()]);
     }
-    uint8_t* bytes = room(s.codes, count * stride);
-    read_low(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, bytes);
-    int32_t *dots = room(s.dots, (list.rows + 1) * whole), *kept = dots + list.rows * whole;
-    std::fill(kept + count, kept + whole, 0);
-    const int8_t* operands = q.codes + (u.first + list.row) * D;
-    token_dots(bytes, count, D, operands, list.rows, dots, whole);
-    const float* a = full_scales(l, KEYS, u, list, s);
-    for (int64_t r = 0; r < list.rows; ++r) {
-        const int64_t row = list.row + r;
-        const float scale = q.scale[u.first + row] * 0.5f, noise = q.norm2[u.first + row] * noise_factor;
-        int32_t code_sum = 0;
-        for (int64_t d = 0; d < D; ++d) code_sum += operands[r * D + d];
-        for (int64_t i = 0; i < count; ++i) kept[i] = u.levels[row * u.total + list.tokens[i]];
-        for (int64_t i = 0; i < whole; i += 16) {
+    for (int64_t i = 0; i < whole; i += 16) {
+        const SixteenInts page = load16(list.tokens + i) >> u.page_log2;
+        const Sixteen size = load_halves(a + 2 * i), square = size * size;
+        UNROLLED for (int r = 0; r < ROWS; ++r) {
             // 2 code - (2^B - 1) = 2^low (2 top - (2^S - 1)) + 2 bits - (2^low - 1)
-            const SixteenInts level = (load16(kept + i) << int(low)) + 2 * load16(dots + r * whole + i) - ((1 << low) - 1) * code_sum;
-            const Sixteen size = load16(a + i), base = pick(&u.base[row * u.pages()], load16(list.tokens + i) >> u.page_log2);
-            const Sixteen score = (__builtin_convertvector(level, Sixteen) * scale * size + noise * (size * size)) + base;
-            store16(refined + r * whole + i, first_of(score, count - i, -INFINITY));
+            const SixteenInts level = (load16(kept + r * whole + i) << int(low)) + 2 * load16(dots + r * whole + i) - less[r];
+            const Sixteen all = (__builtin_convertvector(level, Sixteen) * scale[r] * size + noise[r] * square) + pick(base[r], page);
+            const Sixteen score = first_of(all, list.count - i, -INFINITY);
+            store16(refined + r * whole + i, score), most[r] = larger(score, most[r]);
         }
     }
+    return Each::of(most16(most));
 }
 
-// What p of a row is multiplied by to count from `peak`.
-inline float to_peak(Unit& u, int64_t row, float peak) {
-    const float shift = u.shift(row);
-    if (std::fabs(shift - peak) < 32.0f) return exp2_fast(shift - peak);
-    const float* scores = &u.scores[row * u.total];  // p may have lost what now counts
-    for (int64_t t = 0; t < u.total; t += 16) store16(&u.p[row * u.total + t], exp2_fast(load16(scores + t) - peak));
-    return 1.0f;
+// Scores of a list's tokens by their full codes, or as scanned if there is nothing below: [rows][whole]. The largest of each row goes to `peak`.
+inline void rescore(const Layout& l, const Queries& q, float noise_factor, const List& list, const Unit& u, float* refined, float* peak, Workspace& s) {
+    const int64_t D = l.dim, count = list.count, whole = list.whole(), low = l.bits[KEYS] - l.scan_bits[KEYS];
+    if (!low) {
+        for (int64_t r = 0; r < list.rows; ++r) {
+            for (int64_t i = 0; i < whole; ++i) refined[r * whole + i] = i < count ? u.scores[(list.row + r) * u.total + list.tokens[i]] : -INFINITY;
+            peak[r] = max16(refined + r * whole, whole);
+        }
+        return;
+    }
+    const uint8_t* a = full_scales(l, KEYS, u, list, s);
+    int32_t *dots = room(s.dots, 2 * list.rows * whole), *kept = dots + list.rows * whole;
+    for (int64_t r = 0; r < list.rows; ++r) {
+        const int32_t* levels = &u.levels[(list.row + r) * u.total];
+        for (int64_t i = 0; i < count; ++i) kept[r * whole + i] = levels[list.tokens[i]];
+        std::fill(kept + r * whole + count, kept + (r + 1) * whole, 0);
+    }
+    token_dots(count, [&](int64_t i) { return u.low_bits(l, KEYS, list.tokens[i]); }, low, D, q.codes + (u.first + list.row) * D, list.rows, dots, whole, room(s.codes, code_stride(D)));
+    for (int64_t first = 0; first < list.rows; first += FEW)
+        with_rows(list.rows - first, [&](auto rows) {
+            const Each most = rescore_rows<rows>(l, q, noise_factor, list, list.row + first, u, a, kept + first * whole, dots + first * whole, refined + first * whole);
+            for (int r = 0; r < rows; ++r) peak[first + r] = most.row[r];
+        });
 }
 
-// Integer weights of all pages [pages][rows][P]: the tokens that are in no list count by their scanned values. What p count by: factor [rows].
+// Level sums of the scanned values of all pages; integers: weights [pages][rows][P].
+inline void dot_values(const Layout& l, Unit& u, const int8_t* integers, Workspace& s, Ahead& ahead) {
+    for (int64_t page = 0; page < u.pages(); ++page) {
+        s.weights.set<false>(l.scan_bits[VALUES], l.tokens / 4, integers + page * u.rows * l.tokens, l.tokens, u.rows);
+        s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
+    }
+}
+
+// Weights of all pages and the sums of scanned values by them: the tokens that are in no list, or all unless refined
+// tokens are `apart`. Masses and sizes count from each row's shift. p are weights afterwards.
 template <int V>
-inline void weigh_pages(const Layout& l, Unit& u, const float* factor, bool apart, Workspace& s, Ahead& ahead) {
+inline void sum_scanned(const Layout& l, Unit& u, bool apart, Workspace& s, Ahead& ahead) {
     static constexpr uint16_t NONE[32] = {};  // of a granule
     const int64_t P = l.tokens, pages = u.pages(), masks = u.total / 16;
     int8_t* integers = room(s.integers, pages * u.rows * P);
-    float *weights = room(s.rows, FEW * u.total), unit = level_unit(l.scan_bits[VALUES]);
+    const float unit = level_unit(l.scan_bits[VALUES]);
     Each* most = room(s.most, pages);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const int64_t some = std::min(FEW, u.rows - first);
@@ -118,61 +139,78 @@ inline void weigh_pages(const Layout& l, Unit& u, const float* factor, bool apar
                 const uint16_t* taken[FEW] = {NONE, NONE, NONE, NONE};
                 if (apart)
                     for (int r = 0; r < count; ++r) taken[r] = u.taken.data() + (u.lists.size() > 1 ? (first + r) * masks : 0) + page * P / 16;
-                const Weighed found = weigh_rows<V, count>(&u.p[first * u.total + page * P], u.total, taken, u.scales(l, VALUES, page), weights + page * P, u.total);
+                float* p = &u.p[first * u.total + page * P];
+                const Weighed found = weigh_rows<V, count>(p, u.total, taken, u.scales(l, VALUES, page));
                 most[page] = found.most;
-                for (int r = 0; r < count; ++r) u.mass[(first + r) * pages + page] = found.sum.row[r] * factor[first + r];
+                u.mass[u.block(first, page)] = found.sum;
             }
             for (int64_t page = 0; page < pages; ++page) {
-                const Each size = quantize_rows<V>(count, weights + page * P, u.total, most[page], integers + (page * u.rows + first) * P);
-                for (int r = 0; r < count; ++r) u.size[(first + r) * pages + page] = size.row[r] * factor[first + r] * unit;
+                const Each size = quantize_rows<V>(count, &u.p[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
+                u.size[u.block(first, page)] = Each::of(size.all() * unit);
             }
         });
     }
+    dot_values(l, u, integers, s, ahead);
 }
 
-// Adds the tokens of a list that are of one page, first .. last - 1: their p [rows][whole] to the page's mass, and the sum of weights times
-// values by their full codes to o. Of p and a, a register past the end can be read.
-inline void add_refined(const Layout& l, Unit& u, const List& list, int64_t first, int64_t last, const float* p, const float* a, const uint8_t* codes, Workspace& s, float* o) {
-    const int64_t count = last - first, padded = (count + 15) / 16 * 16, page = u.page_of(list.tokens[first]);
-    int8_t* integers = room(s.integers, FEW * padded);
-    float* weights = room(s.weight, FEW * padded);
-    for (int64_t from = 0; from < list.rows; from += FEW) {
-        const int64_t rows = std::min(FEW, list.rows - from);
-        Sixteen most[FEW] = {}, mass[FEW] = {}, total[FEW] = {};
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t i = 0; i < padded; i += 16) {
-                const Sixteen x = first_of(load16(p + (from + r) * list.whole() + first + i), count - i, 0.0f), w = x * first_of(load16(a + first + i), count - i, 0.0f);
-                store16(weights + r * padded + i, w), mass[r] += x, most[r] = larger(w, most[r]);
-            }
-        const Each peak = Each::of(most16(most)), sum = Each::of(fold16(mass));
-        Each size;
-        for (int64_t r = 0; r < rows; ++r) {
-            size.row[r] = peak.row[r] / 127.0f * 0.5f, u.mass[(list.row + from + r) * u.pages() + page] += sum.row[r];
-            const float factor = to_integers(peak.row[r]);
-            for (int64_t i = 0; i < padded; i += 16) {
-                const Sixteen n = load16(weights + r * padded + i) * factor + ROUNDER;
-                store_bytes(integers + r * padded + i, (SixteenInts)n), total[r] += n - ROUNDER;
+// The tokens of a list that are of one page: first .. last - 1.
+struct Part {
+    int64_t page, first, last;
+};
+
+// Weights p a [rows][whole] of some rows of a list; their largest of each page [FEW][16], and the sums of p to the pages' masses.
+template <int ROWS>
+inline void weigh_list(Unit& u, const List& list, int64_t from, const Part* part, int64_t parts, const float* p, const uint8_t* a, float* weights, float* most) {
+    const int64_t whole = list.whole();
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        for (int64_t i = 0; i < whole; i += 16) store16(weights + r * whole + i, load16(p + r * whole + i) * load_halves(a + 2 * i));
+    for (const Part* end = part + parts; part < end; ++part) {
+        Sixteen sum[FEW] = {}, peak[FEW] = {};
+        for (int64_t i = part->first / 16 * 16; i < part->last; i += 16) {
+            const uint32_t after = uint32_t(-1) << std::max<int64_t>(part->first - i, 0), before = uint32_t((uint64_t(1) << std::min<int64_t>(part->last - i, 16)) - 1);
+            const uint16_t others = uint16_t(~(after & before));
+            UNROLLED for (int r = 0; r < ROWS; ++r) {
+                sum[r] += without(load16(p + r * whole + i), others);
+                peak[r] = larger_size(without(load16(weights + r * whole + i), others), peak[r]);
             }
         }
-        add_token_sums(codes + first * code_stride(l.dim), count, l.dim, integers, padded, rows, size.row, Each::of(fold16(total)).row, l.bits[VALUES], o + (list.row + from) * l.dim);
+        const Each mass = Each::of(fold16(sum)), top = Each::of(most16(peak));
+        float* to = &u.mass[u.block(list.row + from, part->page)].row[(list.row + from) % FEW];
+        UNROLLED for (int r = 0; r < ROWS; ++r) to[r] += mass.row[r], most[16 * r + part->page] = top.row[r];
     }
 }
 
-// The refined tokens of all lists, page by page; p [rows][whole] of all rows.
-inline void add_lists(const Layout& l, Unit& u, const float* p, Workspace& s, float* o) {
-    const int64_t D = l.dim, bits = l.bits[VALUES], scan = l.scan_bits[VALUES], stride = code_stride(D);
-    for (const List& list : u.lists) {
-        const float* a = full_scales(l, VALUES, u, list, s);
-        uint8_t* codes = room(s.codes, list.count * stride);
-        read_low(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, bits - scan, D, codes);
-        for (int64_t i = 0; i < list.count; ++i) {
-            const uint8_t* words = u.record[u.page_of(list.tokens[i])] + l.planes[VALUES];
-            for (int64_t plane = 0; plane < scan; ++plane) add_bits(words + plane * l.tokens * D / 8, D, u.within_page(list.tokens[i]), 1 << (bits - 1 - plane), codes + i * stride);
+// Adds refined tokens: their p [rows][whole] to the pages' masses, and to o the sums of values by full codes, whose integer weights have one
+// scale for each page and row.
+inline void add_list(const Layout& l, Unit& u, const List& list, const float* p, Workspace& s, float* o) {
+    const int64_t D = l.dim, whole = list.whole(), stride = code_stride(D);
+    auto words_at = [&](int64_t i) { return u.record[u.page_of(list.tokens[i])] + l.planes[VALUES]; };
+    const uint8_t* a = full_scales(l, VALUES, u, list, s);
+    uint8_t* codes = room(s.codes, list.count * stride);
+    value_codes(list.count, [&](int64_t i) { return u.low_bits(l, VALUES, list.tokens[i]); }, l.bits[VALUES] - l.scan_bits[VALUES],
+                words_at, [&](int64_t i) { return u.within_page(list.tokens[i]); }, l.scan_bits[VALUES], l.tokens * D / 8, D, codes);
+    Part part[16];
+    int64_t parts = 0;
+    for (int64_t i = 0, last; i < list.count; i = last, ++parts) {
+        for (last = i + 1; last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[i]); ++last) {}
+        part[parts] = {u.page_of(list.tokens[i]), i, last};
+    }
+    float* weights = room(s.weight, FEW * whole);
+    int8_t* integers = room(s.integers, FEW * whole + 16);
+    for (int64_t from = 0; from < list.rows; from += FEW) {
+        const int64_t rows = std::min(FEW, list.rows - from);
+        alignas(64) float most[FEW * 16] = {}, size[FEW * 16];
+        with_rows(rows, [&](auto some) { weigh_list<some>(u, list, from, part, parts, p + from * whole, a, weights, most); });
+        for (int64_t r = 0; r < rows; ++r) {
+            const Sixteen top = load16(most + 16 * r), factor = to_integers(top);
+            store16(size + 16 * r, top / 127.0f * 0.5f);
+            for (int64_t i = 0; i < whole; i += 16)
+                store_bytes(integers + r * whole + i, (SixteenInts)(load16(weights + r * whole + i) * pick(factor, load16(list.tokens + i) >> u.page_log2) + ROUNDER));
         }
-        for (int64_t first = 0, last; first < list.count; first = last) {
-            last = first + 1;
-            while (last < list.count && u.page_of(list.tokens[last]) == u.page_of(list.tokens[first])) ++last;
-            add_refined(l, u, list, first, last, p + list.row * list.whole(), a, codes, s, o);
+        for (const Part* at = part; at < part + parts; ++at) {
+            Each by;
+            for (int64_t r = 0; r < FEW; ++r) by.row[r] = size[16 * r + at->page];
+            add_token_sums(codes + at->first * stride, at->last - at->first, D, integers + at->first, whole, rows, by.row, l.bits[VALUES], o + (list.row + from) * D);
         }
     }
 }
@@ -191,43 +229,66 @@ inline float largest_left(const float* scores, int64_t total, const uint16_t* ta
     return most16(most);
 }
 
-// Partials m, l [rows], o [rows][D] of a unit that was begun.
-template <int V>
-inline void finish(const Layout& l, const Queries& q, const Refinement& refine, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
-    const bool apart = l.scan_bits[VALUES] < l.bits[VALUES];  // refined tokens have values of their own
-    const int64_t pages = u.pages(), P = l.tokens;
-    const int64_t whole = u.lists.empty() ? 0 : u.lists[0].whole();
-    float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
+// Scores by full codes and what follows from them: partials m of the rows, p [rows][whole] of the refined tokens, and by what each row's scanned
+// p, which count from its shift, are multiplied to count from m. Returns whether one of these factors is out of range.
+inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor, const Unit& u, float* refined, float* factor, float* m, Workspace& s) {
+    bool far = false;
     for (const List& list : u.lists) {
-        rescore(l, q, refine.full_noise, list, u, refined + list.row * whole, s);
+        const int64_t whole = list.whole();
+        rescore(l, q, noise_factor, list, u, refined + list.row * whole, m + list.row, s);
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
             float* to = refined + row * whole;
-            float peak = max16(to, whole);
+            float peak = m[row];
             // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
             if (!(u.peak[row] <= peak)) {
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
                 peak = peak > left ? peak : left;
             }
-            m[row] = peak;
-            Sixteen mass = {};
-            for (int64_t i = 0; i < whole; i += 16) {
-                const Sixteen of_refined = exp2_fast(load16(to + i) - peak);
-                store16(to + i, of_refined), mass += of_refined;
-            }
-            l_out[row] = apart ? fold16(mass) : 0.0f;
-            factor[row] = to_peak(u, row, peak);
-            if (!apart) replace(u, factor[row], row, list, to), factor[row] = 1.0f;
+            for (int64_t i = 0; i < whole; i += 16) store16(to + i, exp2_fast(load16(to + i) - peak));
+            m[row] = peak, factor[row] = exp2_fast(u.shift(row) - peak), far |= !(std::fabs(u.shift(row) - peak) < 32.0f);
         }
     }
-    weigh_pages<V>(l, u, factor, apart, s, ahead);
-    for (int64_t page = 0; page < pages; ++page) {
-        for (int64_t r = 0; r < u.rows; ++r) l_out[r] += u.mass[r * pages + page];
-        s.weights.set(l.scan_bits[VALUES], P / 4, s.integers.data() + page * u.rows * P, P, u.rows);
-        s.weights.dot(u.record[page] + l.planes[VALUES], l.dim / 8, &u.sums[page * u.rows * l.dim], l.dim, ahead);
+    return far;
+}
+
+// What refinement changes, and the values' sums. Partials m, l [rows], o [rows][D] of a unit whose tokens are chosen. Until their low bits are
+// here, scanned values are summed.
+template <int V>
+inline void finish(const Layout& l, const Queries& q, const Refinement& refine, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
+    const bool apart = l.scan_bits[VALUES] < l.bits[VALUES];  // refined tokens have values of their own
+    const int64_t pages = u.pages(), whole = u.lists[0].whole();
+    if (apart) sum_scanned<V>(l, u, true, s, ahead);
+    float *refined = room(s.refined, u.rows * whole + 16), *factor = room(s.factor, u.rows);
+    const bool far = refine_scores(l, q, refine.full_noise, u, refined, factor, m, s);
+    if (far) {  // p may have lost what now counts
+        soften<V>(l, u, room(s.log_sum_exp, u.rows));
+        for (int64_t row = 0; row < u.rows; ++row) {
+            if (std::fabs(u.shift(row) - m[row]) < 32.0f) continue;
+            for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], exp2_fast(load16(&u.scores[t]) - m[row]));
+            factor[row] = 1.0f;
+        }
+    }
+    if (!apart)
+        for (const List& list : u.lists)
+            for (int64_t row = list.row; row < list.row + list.rows; ++row) replace(u, factor[row], row, list, refined + row * whole), factor[row] = 1.0f;
+    if (far || !apart) sum_scanned<V>(l, u, apart, s, ahead);
+    for (int64_t first = 0; first < u.rows; first += FEW) {
+        Each total = {}, by = {};
+        for (int64_t r = 0; r < FEW && first + r < u.rows; ++r) {
+            by.row[r] = factor[first + r];
+            Sixteen mass = {};
+            for (int64_t i = 0; i < whole && apart; i += 16) mass += load16(refined + (first + r) * whole + i);
+            total.row[r] = fold16(mass);
+        }
+        for (int64_t at = u.block(first, 0); at < u.block(first, pages); ++at) {
+            u.mass[at] = Each::of(u.mass[at].all() * by.all()), u.size[at] = Each::of(u.size[at].all() * by.all());
+            total = Each::of(total.all() + u.mass[at].all());
+        }
+        for (int64_t r = 0; r < FEW && first + r < u.rows; ++r) l_out[first + r] = total.row[r];
     }
     if (!apart) return combine<false>(l, u, o);
     std::fill_n(o, u.rows * l.dim, 0.0f);
-    add_lists(l, u, refined, s, o);
+    for (const List& list : u.lists) add_list(l, u, list, refined + list.row * whole, s, o);
     combine<true>(l, u, o);
 }
 

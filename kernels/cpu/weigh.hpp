@@ -20,6 +20,7 @@ constexpr int64_t FEW = 4;  // rows
 struct Each {
     float row[FEW];
     static Each of(Four x) { Each each; std::memcpy(each.row, &x, sizeof x); return each; }
+    Four all() const { Four x; std::memcpy(&x, row, sizeof x); return x; }
 };
 
 // run(n) with the number of rows as a constant, at most FEW.
@@ -72,9 +73,9 @@ inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, 
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
 
-// Weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of p, the largest weights.
+// p -> weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of their p, the largest weights.
 template <int V, int ROWS>
-inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b, float* to, int64_t to_stride) {
+inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&taken)[FEW], const uint8_t* b) {
     Sixteen sum[FEW] = {}, most[FEW] = {};
     for (int i = 0; i < V; ++i) {
         const Sixteen size = load_halves(b + 32 * i);
@@ -83,7 +84,7 @@ inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const 
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += weight[r];
         UNROLLED for (int r = 0; r < ROWS; ++r) weight[r] *= size;
         UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(weight[r], most[r]);
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * to_stride + 16 * i, weight[r]);
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(p + r * stride + 16 * i, weight[r]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }
@@ -91,6 +92,7 @@ inline Weighed weigh_rows(const float* p, int64_t stride, const uint16_t* const 
 // What weights are multiplied by to become integers, from their largest. Below 2^-100 they cannot count beside the granule's largest weight,
 // and the quotient would overflow.
 inline float to_integers(float most) { return most < 7.9e-31f ? 0.0f : 127.0f / most; }
+inline Sixteen to_integers(Sixteen most) { return most < 7.9e-31f ? Sixteen{} : 127.0f / most; }
 
 // Weights, not negative, with their largest -> integers 0..127 [rows][16 V]; their scales, max / 127.
 template <int V>
