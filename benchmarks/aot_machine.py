@@ -177,12 +177,12 @@ def function_at(file: str, line: int) -> str:
     """The name of the last function that begins in or before this line of a Python file.
 
     Triton caches compiled code by the text of its source, so the file may be the same one of another checkout: a kernel's
-    file is read here, by its name.
+    file is read here, by its name; one of Triton's own that is gone names nothing.
     """
     name, path = "", Path(file)
     if path.parent.name == KERNELS.name:
         path = KERNELS / path.name
-    for text in path.read_text().splitlines()[:line] if path.suffix == ".py" else ():
+    for text in path.read_text().splitlines()[:line] if path.suffix == ".py" and path.is_file() else ():
         if found := re.match(r"\s*def (\w+)", text):
             name = found[1]
     return name

@@ -1,9 +1,10 @@
 """What the compilers make of the Triton kernels, without a GPU, and what limits them.
 
 Every kernel is compiled for sm_80, sm_90, sm_100 and gfx942 as the host code would launch it: every depth at every head dim
-with four query heads to a KV head, and at every head dim the fewest and the most heads (1 and 16; 2 and 8 at D = 128).
+with four query heads to a KV head, and at every head dim the fewest and the most heads (1 and 16; 2 and 8 at D = 128). `words`
+is the kernel of codec tailored, up to D = 128, its `load_bits` those of the look-ups.
 Registers, spills, shared memory, widths of loads and instruction counts are facts; which of memory and instructions limits a
-kernel is a prediction from them. Exits 1 when a kernel spills, or when `decode`, `tail` or `scan` loads code planes narrower
+kernel is a prediction from them. Exits 1 when a kernel spills, or when `decode`, `tail`, `scan` or `words` loads codes narrower
 than 64 bits or does without tensor cores.
 
     python benchmarks/aot_report.py --jobs 2 --json aot.json          what is compiled is kept
@@ -37,6 +38,8 @@ from aot_machine import TARGETS, Code, compiling, tensor_core
 
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.planes import page_layout
+from bitkv_dist.codec.record import RecordLayout
+from bitkv_dist.codec.tailored_triton import MOST_DIM
 from bitkv_dist.kernels import triton
 from bitkv_dist.kernels.triton import tables
 
@@ -44,7 +47,8 @@ DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
 HEADS, GROUP, PAGE_TOKENS, GRANULE_TOKENS = 8, 4, 128, 512
 SHARE = 0.05
-KERNELS = ("decode", "scan", "select", "tail", "refine", "encode", "exact", "merge", "query", "conclude")
+WORDS, WORD_BITS = 1024, 10  # of codec tailored, for eight channels
+KERNELS = ("decode", "scan", "select", "tail", "refine", "words", "encode", "exact", "merge", "query", "conclude")
 NAMES = {
     "encode_side": "encode", "fill_lanes": "merge", "halve_lanes": "merge",
     "quantize_rows": "query", "conclude_rows": "conclude",
@@ -54,7 +58,7 @@ COLUMNS = {
     "load_bits": 9, "mma": 3, "instr": 5, "limit": 12, "share": 5,
 }  # fmt: skip
 LEFT = ("kernel", "variant", "depth", "arch", "limit")
-PLANE_LOADS = ("load_planes", "load_low", "load_scanned")
+PLANE_LOADS = ("load_planes", "load_low", "load_scanned", "looked_up")
 NARROWEST_BITS = 64
 
 
@@ -108,6 +112,8 @@ class Shape:
         """Bytes that a kernel reads per stored element that it consumes, scales and centroids included."""
         page = PAGE_TOKENS * self.dim
         side = self.scan_bits / 8 + 2 / self.dim + 2 / PAGE_TOKENS
+        if kernel == "words":
+            return WORD_BITS / 64 + 1 / (HEADS * self.dim)
         if kernel == "scan":
             return self.scan_bits / 8 + 2 / PAGE_TOKENS + 2 * self.group * PAGE_TOKENS / page
         if kernel == "tail":
@@ -149,6 +155,23 @@ def launch_others(shape: Shape) -> None:
     triton.conclude((torch.zeros(heads), torch.zeros(heads), o[0]), (torch.zeros(heads), torch.zeros(heads), o[0]), signs)
 
 
+def launch_words(shape: Shape) -> None:
+    """A decode step over codebook words."""
+    dim, share = shape.dim, PAGE_TOKENS // HEADS
+    codes = torch.uint8, (dim // 8, 1, WORD_BITS, PAGE_TOKENS // 8)
+    record = RecordLayout(("page", torch.int32, (1,)), ("K", *codes), ("V", *codes), ("scale", torch.float16, (share,)))
+    words, channels = torch.zeros(HEADS, dim // 8, WORDS, 8, dtype=torch.float16), torch.zeros(HEADS, dim, dtype=torch.int32)
+    numbers, pairs = torch.zeros(HEADS, dim), torch.zeros(HEADS, dim // 2)
+    pages = triton.WordPages(
+        PAGE_TOKENS, dim, record.bytes, tuple(record.fields[side].offset for side in "KV"), record.fields["scale"].offset,
+        share, triton.Keys(words, channels, pairs, numbers), triton.Values(words, channels, numbers, numbers), numbers,
+        torch.zeros(2, 1, dim // 2), torch.zeros(HEADS, 2, PAGE_TOKENS, 4 * triton.padded_groups(dim)),
+    )  # fmt: skip
+    lanes = torch.zeros(1, 256, 2, dtype=torch.int32)
+    table = triton.Table(torch.zeros(16, dtype=torch.uint8), torch.zeros(1, 512, dtype=torch.int64), lanes)
+    triton.attend_words(pages, torch.zeros(1, HEADS, 1, shape.group, dim), table)
+
+
 def launch_encode(shape: Shape) -> None:
     x, signs = torch.zeros(1, HEADS, PAGE_TOKENS, shape.dim), torch.ones(HEADS, shape.dim)
     triton.encode(shape.layout(), x, x, signs, signs, False)
@@ -157,6 +180,8 @@ def launch_encode(shape: Shape) -> None:
 def jobs(shape: Shape) -> Iterator[tuple[set[str], Callable[[Shape], None]]]:
     """(kernels, what launches them) of a shape."""
     yield {"scan", "select", "tail", "refine"} if shape.tiered else {"decode"}, launch
+    if shape.bits == 1 and shape.dim <= MOST_DIM:
+        yield {"words"}, launch_words
     if shape.group == GROUP and not shape.by_head:
         yield {"encode"}, launch_encode
     if shape == Shape(1, 1, shape.dim):
@@ -178,8 +203,10 @@ def variant_of(code: Code, kernel: str, shape: Shape) -> str:
     return "by head" if shape.by_head else ""
 
 
-def elements_of(kernel: str, shape: Shape) -> int | None:
+def elements_of(kernel: str, arch: str, shape: Shape) -> int | None:
     """Stored elements that an iteration of the kernel's loop consumes, or a whole program that has none; None: not defined."""
+    if kernel == "words":
+        return 2 * shape.dim * tables.ARCHITECTURES[arch].word_tile(triton.padded_groups(shape.dim)).tokens
     page = PAGE_TOKENS * shape.dim
     refined = max(32, language.next_power_of_2(round(SHARE * GRANULE_TOKENS)))
     return {"decode": 2 * page, "scan": page, "tail": page, "refine": 2 * refined * shape.dim}.get(kernel)
@@ -188,14 +215,14 @@ def elements_of(kernel: str, shape: Shape) -> int | None:
 def programs_of(kernel: str, arch: str, shape: Shape) -> int:
     """How many programs read the same elements, each for some of the query heads."""
     chosen = tables.ARCHITECTURES[arch]
-    at_once = {name: chosen.heads_at_once(shape.dim) for name in ("decode", "tail")}
+    at_once = {name: chosen.heads_at_once(shape.dim) for name in ("decode", "tail")} | {"words": chosen.columns}
     at_once |= {"scan": chosen.scan_heads_at_once(shape.dim), "refine": chosen.refine_heads_at_once(shape.dim)}
     return max(1, language.next_power_of_2(shape.group) // at_once[kernel]) if kernel in at_once else 1
 
 
 def row_of(code: Code, kernel: str, shape: Shape) -> dict:
     body = (kernel != "refine" and code.main_loop()) or code.instructions  # `refine` is a program without a loop of its own
-    elements = elements_of(kernel, shape)
+    elements = elements_of(kernel, code.arch, shape)
     per_element = code.threads * len(body) * programs_of(kernel, code.arch, shape) / elements if elements else None
     widths = [bits for source, bits in code.loads if source in PLANE_LOADS] or [
         max((bits for _, bits in code.loads), default=0)
@@ -220,9 +247,9 @@ def row_of(code: Code, kernel: str, shape: Shape) -> dict:
 
 def faults(row: dict) -> list[str]:
     found = [f"spills {row['spills']}"] if row["spills"] else []
-    if row["kernel"] in ("decode", "tail", "scan"):
+    if row["kernel"] in ("decode", "tail", "scan", "words"):
         if row["load_bits"] < NARROWEST_BITS:
-            found.append(f"loads code planes {row['load_bits']} bits wide, at least {NARROWEST_BITS} are wanted")
+            found.append(f"loads codes {row['load_bits']} bits wide, at least {NARROWEST_BITS} are wanted")
         if not row["mma"]:
             found.append("has no tensor-core instruction")
     return found

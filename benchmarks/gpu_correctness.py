@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import gpu_device
 
 ARGS = gpu_device.arguments(__doc__, dim={"type": int, "help": "this head dim alone, in this process"})
 
+import random_books  # noqa: E402
 import torch  # noqa: E402
 
 from bitkv_dist.cache_config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
 from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
 from bitkv_dist.codec.planes import PlanesCodec  # noqa: E402
+from bitkv_dist.codec.tailored_triton import MOST_DIM  # noqa: E402
 from bitkv_dist.kernels import dispatch, prefill, reference  # noqa: E402
 from bitkv_dist.partial import Partial, fill_lanes, merge, reduce_lanes, tree  # noqa: E402
 from bitkv_dist.rotation import layer_signs  # noqa: E402
@@ -126,6 +130,42 @@ def check_attend(dim: int) -> bool:
     return good
 
 
+def check_words(dim: int) -> bool:
+    """Codec tailored with random books: records against the reference's, partials of granules as in `check_attend`, and as many
+    granules by a table of two lanes."""
+    if dim > MOST_DIM:
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        path = random_books.write(Path(folder, "books"), KV_HEADS, dim)
+        config = CacheConfig("tailored", 1, 1, page_tokens=128 if dim == 128 else 64, calibration=path)
+        found, plain = codecs(config, dim, DIMS[dim])
+    per_granule = GRANULE_TOKENS // config.page_tokens
+    k, v = torch.randn(2, 3 * per_granule, KV_HEADS, config.page_tokens, dim, device=DEVICE)
+    numbers = range(1, 1 + len(k))
+    records = plain.encode(k, v, numbers)
+    same = torch.equal(records, found.encode(k, v, numbers))
+    records = records.unflatten(0, (3, per_granule)).contiguous()
+    valid = torch.zeros(3, per_granule, dtype=torch.bool, device=DEVICE)
+    valid[0, 1:], valid[2, : per_granule // 2] = True, True
+    q = torch.randn(KV_HEADS, 1, DIMS[dim], dim, device=DEVICE) * 4.8 / math.sqrt(dim)
+    mine, _ = found.attend(found.prepare(q), torch.where(valid[:, :, None, None], records, 255), valid)
+    wanted, _ = plain.attend(plain.prepare(q), records, valid)
+    empty = bool(torch.isneginf(mine.m[1]).all()) and not mine.l[1].any() and not mine.o[1].any()
+    spans = torch.tensor([[1, 3 * per_granule - 1]], device=DEVICE)
+    offsets = torch.arange(3, device=DEVICE)[None] * records[0].numel()
+    (root,), _ = found.attend_table(q[None], found.table(records, offsets, found.bounds(spans, 2)), 1)
+    valid.fill_(True).view(-1)[[0, -1]] = False
+    whole, _ = plain.attend(q, records, valid)
+    pairs = [(mine.rows(0), wanted.rows(0)), (mine.rows(2), wanted.rows(2))]
+    pairs.append((root.rows(0), reduce_lanes(fill_lanes(whole, torch.arange(3, device=DEVICE), 2), 1).rows(0)))
+    scores = max((a.log_sum_exp() - b.log_sum_exp()).abs().max().item() for a, b in pairs)
+    outputs = max(relative(a.normalised(), b.normalised()) for a, b in pairs)
+    ok = same and empty and scores < SCORES and outputs < SCORES
+    gpu_device.emit("correctness", kernel="words", dim=dim, group=DIMS[dim], bytes_equal=same, log_sum_exp=scores,
+                    output=outputs, empty_is_empty=empty, ok=ok)  # fmt: skip
+    return ok
+
+
 def check_tree(dim: int) -> bool:
     """Values against the plain tree, bits against itself split among ranks."""
     worst, bits = 0.0, True
@@ -216,10 +256,13 @@ def each_dim() -> bool:
     return not any(process.returncode for process in processes)
 
 
+CHECKS = check_encode, check_attend, check_words, check_tree, check_exact, check_ends, check_prompt
+
+
 def one_dim(dim: int) -> bool:
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.inference_mode(), gpu_device.kernels_of(ARGS.dry_run):
-        return all([check(dim) for check in (check_encode, check_attend, check_tree, check_exact, check_ends, check_prompt)])
+        return all([check(dim) for check in CHECKS])
 
 
 if __name__ == "__main__":

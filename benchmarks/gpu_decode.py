@@ -1,9 +1,10 @@
 """One layer's decode attention on this GPU, of the shape of Llama-3.1-8B (32 query heads, 8 KV heads, D = 128), and encoding.
 
-    python benchmarks/gpu_decode.py --kind 1|2|4|tiered4|sdpa|flashinfer|encode [--dry-run]
+    python benchmarks/gpu_decode.py --kind 1|2|4|tiered4|tailored|sdpa|flashinfer|encode [--dry-run]
 
 Caches are walked in turn, more of them than the last cache before memory holds. Each step runs as a CUDA graph where it can be
-captured, so that launches are not what is timed; `timed` says how. `bytes` is what a step reads of the cache, `share` the rate
+captured, so that launches are not what is timed; `timed` says how. `tailored` takes random codebooks, whose words are all as
+frequent: the worst for caches. `bytes` is what a step reads of the cache, `share` the rate
 against a copy measured in the same process. A line of JSON for each context.
 """
 
@@ -12,19 +13,22 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import gpu_device
 
-KINDS = ("1", "2", "4", "tiered4", "sdpa", "flashinfer", "encode")
+KINDS = ("1", "2", "4", "tiered4", "tailored", "sdpa", "flashinfer", "encode")
 ARGS = gpu_device.arguments(__doc__, kind={"choices": KINDS, "required": True})
 
+import random_books  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from bitkv_dist.cache_config import GRANULE_TOKENS, LANES, CacheConfig, RefineConfig  # noqa: E402
-from bitkv_dist.codec.interface import HeadShape, make_codec  # noqa: E402
+from bitkv_dist.codec.interface import Codec, HeadShape, make_codec  # noqa: E402
 from bitkv_dist.partial import empty  # noqa: E402
 
 DEVICE = gpu_device.device_of(ARGS.dry_run)
@@ -38,18 +42,25 @@ CODECS = {
 Step = Callable[[], object]
 
 
-def codec_of(config: CacheConfig):
-    return make_codec(config, HeadShape(1, 0, KV_HEADS, DIM, TYPE, DEVICE, HEADS // KV_HEADS), 0)
+def codec_of(kind: str) -> tuple[Codec, CacheConfig]:
+    heads = HeadShape(1, 0, KV_HEADS, DIM, TYPE, DEVICE, HEADS // KV_HEADS)
+    if kind in CODECS:
+        return make_codec(CODECS[kind], heads, 0), CODECS[kind]
+    with tempfile.TemporaryDirectory() as folder:  # the file is read when the codec is made
+        path = random_books.write(Path(folder, "books"), KV_HEADS, DIM)
+        config = CacheConfig("tailored", 1, 1, calibration=path)
+        return make_codec(config, heads, 0), config
 
 
-def packed_steps(config: CacheConfig, context: int) -> tuple[list[Step], int]:
+def packed_steps(kind: str, context: int) -> tuple[list[Step], int]:
     """Steps over caches of their own, and the bytes that one reads."""
-    codec = codec_of(config)
+    codec, config = codec_of(kind)
     assert codec.unserved is None, f"not served by the kernels: {codec.unserved}"
     per_granule, granules = GRANULE_TOKENS // config.page_tokens, context // GRANULE_TOKENS
     distinct = min(granules, 8)  # random pages are repeated: their content does not change the work
     k, v = (torch.randn(distinct * per_granule, KV_HEADS, config.page_tokens, DIM, device=DEVICE) for _ in range(2))
-    some = codec.encode(k.to(TYPE), v.to(TYPE)).unflatten(0, (distinct, per_granule))
+    numbers = [range(len(k))] if codec.positional else []
+    some = codec.encode(k.to(TYPE), v.to(TYPE), *numbers).unflatten(0, (distinct, per_granule))
     count = gpu_device.sets_beyond_cache(granules * some[0].numel(), DEVICE)
     caches = [some.repeat(-(-granules // distinct), 1, 1, 1)[:granules].contiguous() for _ in range(count)]
     bounds = codec.bounds(torch.tensor([[0, granules * per_granule]], device=DEVICE), LANES)
@@ -117,10 +128,10 @@ def report(kind: str, context: int, steps: list[Step], read_bytes: int, rate_gb_
 def time_decode(kind: str) -> None:
     rate = gpu_device.copy_gb_s(DEVICE)
     for context in CONTEXTS:
-        if kind in CODECS:
-            report(kind, context, *packed_steps(CODECS[kind], context), rate)
-        elif kind == "sdpa":
+        if kind == "sdpa":
             report("sdpa bf16", context, *sdpa_steps(context), rate)
+        elif kind != "flashinfer":
+            report(kind, context, *packed_steps(kind, context), rate)
         else:
             for name, dtype in (("flashinfer bf16", TYPE), ("flashinfer fp8", torch.float8_e4m3fn)):
                 report(name, context, *flashinfer_steps(context, dtype), rate)
@@ -129,9 +140,9 @@ def time_decode(kind: str) -> None:
 def time_encode() -> None:
     """Pages as a prompt seals them: 4,096 tokens of all KV heads at once."""
     rate = gpu_device.copy_gb_s(DEVICE)
-    for name, config in CODECS.items():
+    for name in CODECS:
+        codec, config = codec_of(name)
         pages = 1 if ARGS.dry_run else 4096 // config.page_tokens
-        codec = codec_of(config)
         k, v = (torch.randn(pages, KV_HEADS, config.page_tokens, DIM, device=DEVICE).to(TYPE) for _ in range(2))
         encode = functools.partial(codec.encode, k, v)
         median, least, most = gpu_device.time_ms([encode])

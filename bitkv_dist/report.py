@@ -57,8 +57,8 @@ def kernel_report(engine: Engine) -> dict:
     weights are kept in, and whether decode steps were graphs."""
     backend, reason = dispatch.backend(engine.model.device)
     config = engine.cache_config
-    codecs = [layer.codec for layer in engine.cache.layers] if config.codec == "planes" else []
-    unserved = next((codec.unserved for codec in codecs if codec.unserved), None) if codecs else f"codec {config.codec}"
+    rules = (getattr(layer.codec, "unserved", f"codec {config.codec}") for layer in engine.cache.layers)
+    unserved = next(filter(None, rules), None)
     if backend != dispatch.REFERENCE and unserved:
         backend, reason = dispatch.REFERENCE, f"{unserved} is attended to in plain torch; the rest by {backend}"
     weights = str(engine.model.weights).removeprefix("torch.")

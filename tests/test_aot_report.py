@@ -59,7 +59,7 @@ def test_what_is_a_fault():
 def test_every_kernel_on_every_target(tmp_path):
     rows = report(tmp_path)
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    kernels = {"decode", "scan", "select", "tail", "refine", "encode", "exact", "merge", "query", "conclude"}
+    kernels = {"decode", "scan", "select", "tail", "refine", "words", "encode", "exact", "merge", "query", "conclude"}
     assert {row["kernel"] for row in rows} == kernels
 
 

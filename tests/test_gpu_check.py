@@ -33,7 +33,7 @@ def check():
 
 
 STAGES = ["correctness", "decode sdpa", "decode flashinfer", "encode"]
-SLOW_STAGES = ["decode tiered4", "step"]
+SLOW_STAGES = ["decode tiered4", "decode tailored", "step"]
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *(pytest.param(stage, marks=pytest.mark.slow) for stage in SLOW_STAGES)])
@@ -51,7 +51,9 @@ def test_dry_run_of_a_stage(stage, tmp_path):
     found = lines[1:-1]
     assert found and all("failed" not in line and "skipped" not in line for line in found)
     if stage == "correctness":
-        assert {line["kernel"] for line in found} == {"encode", "attend", "tree", "exact", "ends", "prompt"}
+        assert {line["kernel"] for line in found} == {
+            "encode", "attend", "words", "tree", "exact", "ends", "prompt"
+        }  # fmt: skip
         assert all(line["ok"] for line in found)
     elif stage.startswith("decode"):
         assert all(line["ms"] > 0 and line["bytes"] > 0 and line["share"] > 0 for line in found)
@@ -79,9 +81,9 @@ def test_what_a_stage_printed_before_it_failed_is_kept(check, tmp_path, monkeypa
     }
 
 
-def test_the_limits_of_all_stages_stay_below_eight_minutes(check):
+def test_the_limits_of_all_stages_stay_below_nine_minutes(check):
     """With some seconds for the versions of what is installed."""
-    assert sum(limit for *_, limit in check.STAGES) <= 465
+    assert sum(limit for *_, limit in check.STAGES) <= 525
 
 
 def test_targets_are_judged_at_their_context(check):

@@ -61,6 +61,8 @@ def tensors_of(path: str, digest: str, device: torch.device, heads: tuple[int, i
         raise ValueError(f"cache.calibration {path!r}: was changed after it was written; calibrate again")
     names = ["K.lost", *(f"{side}.{name}" for side in "KV" for name in BOOK_FIELDS)]
     own = {name: whole[name][:, slice(*heads)].clone().to(device) for name in names}
+    if device.type == "cuda":  # words as the kernels take them: whole numbers that fp16 holds exactly
+        own |= {name: tensor.half() for name, tensor in own.items() if name.endswith(".words")}
     return own | {"inv_freq": whole["inv_freq"].clone().to(device)}
 
 

@@ -47,9 +47,13 @@ class DenseAttention:
     ) -> tuple[Partial, ReadCount]:
         k, v = (x.transpose(1, 2).flatten(2, 3) for x in self.vectors(records))  # [n, HK, pages * P, D]
         valid = page_valid.repeat_interleave(self.tokens, 1)[:, None, None, None, :]
-        pages = int(page_valid.sum()) * self.heads.kv_heads * query.shape[1]
-        count = ReadCount(pages * records.shape[-1] * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
-        return Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid, page_mass)), count
+        part = Partial(*reference.attend_dense(*self.scored(query, k, records), v, valid, page_mass))
+        return part, self.count_reads(int(page_valid.sum()), query.shape[1])
+
+    def count_reads(self, pages: int, queries: int, refined: int = 0) -> ReadCount:
+        """Whole records of so many sealed pages for each query; nothing is refined."""
+        pages = pages * self.heads.kv_heads * queries
+        return ReadCount(pages * self.record_bytes * 8, pages * self.tokens * self.heads.head_dim * 2, pages * self.tokens)
 
     def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as attention takes them."""

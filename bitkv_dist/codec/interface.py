@@ -123,10 +123,13 @@ def make_codec(config: CacheConfig, heads: HeadShape, layer: int) -> Codec:
             return LoopedCodec(config, heads, layer)
         config = planes_config(config, ANCHOR_BITS)
     planes, (kernels, _) = PlanesCodecCpu, dispatch.backend(heads.device)
+    words = WordedCodec if config.refines else TailoredCodec
     if kernels == dispatch.REFERENCE:
         planes = PlanesCodec
     elif kernels == dispatch.TRITON:
         from bitkv_dist.codec.planes_triton import PlanesCodecTriton as planes  # not importable without Triton
+
+        if not config.refines:
+            from bitkv_dist.codec.tailored_triton import TailoredCodecTriton as words
     codecs = {"minmax": MinMaxCodec, "exact": ExactCodec, "residual": ResidualCodec}
-    codecs["tailored"] = WordedCodec if config.refines else TailoredCodec
-    return (codecs | {"planes": planes})[config.codec](config, heads, layer)
+    return (codecs | {"planes": planes, "tailored": words})[config.codec](config, heads, layer)

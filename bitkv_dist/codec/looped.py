@@ -103,6 +103,12 @@ class LoopedCodec(DenseAttention):
         found, count = super().attend(query, records, page_valid, page_mass=page_mass)
         return found._replace(o=self.turned_back(found.o, "V", (1, 1))), count
 
+    def count_reads(self, pages: int, queries: int, refined: int = 0) -> ReadCount:
+        """The anchor's records too."""
+        count = super().count_reads(pages, queries)
+        count.bits += pages * self.heads.kv_heads * queries * self.anchor.record_bytes * 8
+        return count
+
     def vectors(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = self.residual.load(self.own(records), "K").full.float().unsqueeze(-1)
         return torch.cat((self.rotated(records, "K"), scale * scale), -1), self.rotated(records, "V")

@@ -25,6 +25,8 @@ from bitkv_dist.partial import Partial
 class WordedCodec(TailoredCodec):
     """The words count as the first bit of keys and values, `below` codes the others."""
 
+    unserved = "codec tailored with planes"
+
     def __init__(self, config: CacheConfig, heads: HeadShape, layer: int) -> None:
         super().__init__(config, heads, layer)
         bits = {"key_bits": config.key_bits - 1, "value_bits": config.value_bits - 1, "scan_bits": None, "refine": None}

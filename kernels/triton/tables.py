@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,10 +19,20 @@ import triton
 from bitkv_dist.kernels.triton.planes import GCN, PLAIN, PTX
 
 
+class WordTile(NamedTuple):
+    """What a program of `words` takes at once: so many tokens, in so many warps, their words in so many parts, one after
+    another."""
+
+    tokens: int
+    warps: int
+    parts: int
+
+
 @dataclass(frozen=True)
 class Config:
     """columns: of a tensor-core tile, at least; lanes: threads of a warp; assembly: see planes.py; stages: pages in flight;
-    precision: of products of fp32 numbers on tensor cores; most_warps: of a program that multiplies tiles of eight columns."""
+    precision: of products of fp32 numbers on tensor cores; most_warps: of a program that multiplies tiles of eight columns;
+    words: of tokens of up to 8 words, and of up to 16."""
 
     columns: int
     lanes: int
@@ -31,6 +42,7 @@ class Config:
     most_registers: int | None = None
     exact_warps: int = 4
     most_warps: int = 8
+    words: tuple[WordTile, WordTile] = (WordTile(32, 1, 2), WordTile(16, 1, 4))
 
     def heads_at_once(self, dim: int) -> int:
         """Query heads of a program of `decode`: their scores and outputs fill the registers of one warp."""
@@ -48,6 +60,10 @@ class Config:
     def select_warps(self, heads: int, lists: int) -> int:
         return max(1, heads // 4, lists // 2)
 
+    def word_tile(self, groups: int) -> WordTile:
+        """groups: words of a token, at most 16."""
+        return self.words[groups > 8]
+
     def refine_heads_at_once(self, dim: int) -> int:
         return self.columns if dim <= 128 else self.columns // 2
 
@@ -61,8 +77,10 @@ class Config:
 NVIDIA = Config(columns=8, lanes=32, assembly=PTX.value, stages=3, precision="tf32x3", most_registers=255)
 # From four warps on, Triton 3.9 takes tcgen05.mma, which has no tile of eight columns, and fails.
 BLACKWELL = replace(NVIDIA, most_warps=2)
-AMD = Config(columns=16, lanes=64, assembly=GCN.value, stages=2, precision="ieee")
-INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee")
+AMD = Config(columns=16, lanes=64, assembly=GCN.value, stages=2, precision="ieee",
+             words=(WordTile(64, 2, 1), WordTile(64, 2, 2)))  # fmt: skip
+INTERPRETER = Config(columns=8, lanes=32, assembly=PLAIN.value, stages=1, precision="ieee",
+                     words=(WordTile(64, 1, 1), WordTile(64, 1, 2)))  # fmt: skip
 
 ARCHITECTURES: dict[str, Config] = {
     "sm_80": NVIDIA,
