@@ -204,7 +204,7 @@ def main() -> None:
     prompt: list[int] = []
     for text in args.text:
         if len(prompt) < args.tokens:
-            prompt += served.tokenizer(read_prompt_file(text)).input_ids
+            prompt += served.tokenizer(read_prompt_file(text, "--text")).input_ids
     prompt = prompt[: args.tokens]
     place = checkpoint.localise(args.model)
     peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}

@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> None:
     engine = Engine(served, build(args.config, {}).cache, mesh, GenerateConfig(max_new_tokens=1, ignore_eos=True))
     if args.grid.endswith(GATHERED):
         engine.fitting_heads = lambda prompts: 1
-    prompt = served.tokenizer(read_prompt_file(args.text)).input_ids[: args.tokens]
+    prompt = served.tokenizer(read_prompt_file(args.text, "--text")).input_ids[: args.tokens]
     if len(prompt) < args.tokens:
         raise SystemExit(f"tokens {args.tokens}: {args.text} has {len(prompt)}; give fewer, or another text")
     engine.generate([prompt[:WARM_TOKENS]])

@@ -68,7 +68,8 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
     served = model.load(args.model, dtype=torch.float32, device=torch.device("cpu"))
-    ids = [token for text in args.text for token in served.tokenizer(read_prompt_file(text)).input_ids][: args.text_tokens]
+    texts = [served.tokenizer(read_prompt_file(path, "--text")).input_ids for path in args.text]
+    ids = [token for text in texts for token in text][: args.text_tokens]
     found: list[dict[str, Any]] = []
 
     def visit(seen: Trace) -> None:

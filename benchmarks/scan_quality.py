@@ -42,7 +42,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = models.load(args.model, dtype=None, device=torch.device("cpu"))
     tokenizer = checkpoint.read_tokenizer(checkpoint.localise(args.model, lambda *progress: None))
-    texts = {Path(path).name: text.encode_prompt(tokenizer, text.read_prompt_file(path)) for path in args.text}
+    try:
+        texts = {Path(path).name: text.encode_prompt(tokenizer, text.read_prompt_file(path, "--text")) for path in args.text}
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if short := [name for name, ids in texts.items() if len(ids) < LEAST_TOKENS]:
         raise SystemExit(f"--text {short[0]}: has {len(texts[short[0]])} tokens; give a text of at least {LEAST_TOKENS}")
     shape = head_shape(model)

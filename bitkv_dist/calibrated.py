@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from bitkv_dist.rules import shown
 
 VERSION = 1
 KEY = "bitkv"
-FORMS = {"tailored": ("weighted", "attended", "unweighted", "threshold"), "residual": ("two-stage",)}
+FORMS = {"tailored": ("attended", "weighted", "unweighted", "threshold"), "residual": ("two-stage",)}
 MOST_HEADER_BYTES = 1 << 24
 
 
@@ -25,8 +25,10 @@ class Origin:
     """Which codec and model a file was made for, and from what.
 
     fingerprint: 16 hex digits, see model.fingerprint_of. scale: whose channels share a token's scale ("all KV heads", or "none"
-    without one). texts: name, digest and tokens of each. lost: shares of the variance that the codes lose, on the part of the
-    texts that taught and on the part that was held out. digest: 16 hex digits over all of this and the tensors.
+    without one). texts: name, digest and tokens of each, read `window` tokens at a time. vectors, iterations, seed: of k-means.
+    lost: shares of the variance that the codes lose, on the part of the texts that taught and on the part that was held out.
+    digest: 16 hex digits over all of this and the tensors. Files from before window and iterations were recorded are read, and
+    say nothing of them.
     """
 
     version: int
@@ -44,6 +46,20 @@ class Origin:
     seed: int
     lost: dict[str, float]
     digest: str
+    iterations: int | None = None
+    window: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The fields that are known, as the file holds them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def described(self) -> str:
+        """Codec, model and fit in one line."""
+        tokens = sum(text["tokens"] for text in self.texts)
+        of_window = "" if self.window is None else f" in windows of {self.window:,}"
+        passes = "" if self.iterations is None else f" in {self.iterations} iterations"
+        fitted = f"fitted to {tokens:,} tokens{of_window}, {self.vectors:,} vectors{passes}, seed {self.seed}"
+        return f"codec {self.codec} ({self.form}) of {self.model}, {fitted}"
 
 
 def read_origin(path: str) -> Origin:

@@ -148,7 +148,7 @@ def build(preset: str, overrides: dict[str, Any]) -> RunConfig:
     reads, so `--codec minmax` works on every preset, and eviction "none" the preset's share. Explicit overrides win over both.
     """
     tree = load_preset(preset)
-    overrides = _expand_kv_bits(overrides)
+    overrides = _expand_kv_bits(overrides, tree["cache"].get("codec", CacheConfig.codec))
     if "cache.codec" in overrides:
         tree["cache"] = _for_codec(overrides["cache.codec"], tree["cache"])
     if overrides.get("cache.eviction") == "none":  # of a preset that evicts: how much it keeps says nothing any more
@@ -169,14 +169,16 @@ def load_preset(name_or_path: str) -> dict[str, dict[str, Any]]:
     return {section: tree.get(section) or {} for section in SECTIONS}
 
 
-def _expand_kv_bits(overrides: dict[str, Any]) -> dict[str, Any]:
+def _expand_kv_bits(overrides: dict[str, Any], preset_codec: str) -> dict[str, Any]:
     if "cache.kv_bits" not in overrides:
         return overrides
     explicit = {name: value for name, value in overrides.items() if name != "cache.kv_bits"}
-    bits = overrides["cache.kv_bits"]
-    allowed = sorted({bits for codec in STORED_BITS.values() for bits in codec})
-    if type(bits) is not int or bits not in allowed:
-        raise ValueError(f"cache.kv_bits {bits!r}: must be one of {listed(allowed)}; 16 keeps the cache exact")
+    bits, codec = overrides["cache.kv_bits"], explicit.get("cache.codec")
+    stored = STORED_BITS.get(str(codec or preset_codec), ())
+    allowed = stored if codec else sorted({*stored, *STORED_BITS["exact"]})  # where no codec is asked for 16 changes it
+    if stored and (type(bits) is not int or bits not in allowed):
+        remedy = "take one of these or another codec" if codec else "take one of these; 16 keeps the cache exact"
+        raise ValueError(f"cache.kv_bits {bits!r}: codec {codec or preset_codec} stores {listed(allowed)}; {remedy}")
     implied = {
         "cache.key_bits": bits,
         "cache.value_bits": bits,

@@ -93,6 +93,7 @@ def cache_report(engine: Engine) -> dict:
         "bytes_total": sum(bytes_per_rank),
         "bytes_per_rank": bytes_per_rank,
         "codebook_bytes_per_rank": cache.book_bytes,
+        "calibration": engine.cache_config.origin.record() if engine.cache_config.calibration else None,
         "bf16_bytes": bf16_bytes,
         "ratio": 16 / cache.stored_bits_per_element,
         "copies": mesh.split.replicas(model.kv_heads),

@@ -89,21 +89,22 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def read_prompt_file(path: str) -> str:
-    """The text of a UTF-8 prompt file: without a byte order mark, with CRLF read as LF, and without one final newline.
+def read_prompt_file(path: str, what: str = "prompt file") -> str:
+    """The text of a UTF-8 file: without a byte order mark, with CRLF read as LF, and without one final newline.
 
     Editors end a file with a newline that is not meant as part of the prompt, and a model continues "D: Four" and
-    "D: Four\\n" differently: so both files give "D: Four". A file that ends in two newlines keeps one.
+    "D: Four\\n" differently: so both files give "D: Four". A file that ends in two newlines keeps one. what: how a refusal
+    names the file, for a flag that is not of prompts.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"prompt file {path!r}: cannot be read ({error.strerror}); give a text file") from None
+        raise ValueError(f"{what} {path!r}: cannot be read ({error.strerror}); give a text file") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {path!r}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
+        raise ValueError(f"{what} {path!r}: not UTF-8 (byte {error.start}); convert it to UTF-8") from None
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text:
-        raise ValueError(f"prompt file {path!r}: is empty; write a prompt into it")
+        raise ValueError(f"{what} {path!r}: is empty; write text into it")
     return text
 
 

@@ -20,10 +20,12 @@ from bitkv_dist.codec.interface import HeadShape
 from bitkv_dist.config import build
 from bitkv_dist.evaluate import perplexity
 from bitkv_dist.evaluate.ledger import Ledger
+from bitkv_dist.launch import flags
 from bitkv_dist.launch.display import Bar
 from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.text import encode_prompt, read_prompt_file
 
+BITS = {field for _, field, _ in flags.BITS}  # what flags say of the depth of all columns but exact ones
 AMORTISED_TOKENS = 131072  # of all sequences together: over so many the size of codebooks is shown
 
 
@@ -32,7 +34,8 @@ class Bench:
 
     def __init__(self, asked: SimpleNamespace) -> None:
         self.asked = asked
-        self.run = build("exact", asked.overrides)
+        self.bits = {name: value for name, value in asked.overrides.items() if name in BITS}
+        self.run = build("exact", {name: value for name, value in asked.overrides.items() if name not in BITS})
         self.model_config = models.check(self.run.generate.model)
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._bars = {unit: Bar(self.console, unit) for unit in ("", "tokens")}
@@ -51,12 +54,14 @@ class Bench:
         found = {Path(name).stem: self.built(name, window) for name in self.asked.compare}
         if len(found) < len(self.asked.compare):
             raise ValueError(f"compare {','.join(self.asked.compare)}: two of them have the same name; rename a file")
+        self.check_different(found)
         self.check_calibrations(found.values())
         return found
 
     def cache(self) -> CacheConfig:
         """The one cache of --config, with its own window where no flag says otherwise."""
-        found = self.built(self.asked.config, self.asked.overrides)
+        window = {name: value for name, value in self.asked.overrides.items() if name not in BITS}
+        found = self.built(self.asked.config, window)
         self.check_calibrations([found])
         return found
 
@@ -69,10 +74,12 @@ class Bench:
                 remedy = f"give one made by bitkv calibrate --codec {name}, or name the files themselves"
                 raise ValueError(f"codec {name}: {rule}; {remedy}")
             name = files[0]
+        calibrated: dict[str, Any] = {}
         if Path(name).suffix == ".safetensors":
-            calibrated = {"cache.codec": self.origin(name).codec, "cache.calibration": name}
-            name, overrides = "exact", overrides | calibrated
-        cache = build(name, overrides).cache
+            name, calibrated = "exact", {"cache.codec": self.origin(name).codec, "cache.calibration": name}
+        cache = build(name, overrides | calibrated).cache
+        if cache.codec != "exact" and self.bits:
+            cache = build(name, overrides | calibrated | self.bits).cache
         cache.check_model(self.shape.layers, self.shape.head_dim, loops=self.shape.loops)
         return cache
 
@@ -91,7 +98,17 @@ class Bench:
                 elements = 2 * shape.layers * shape.kv_heads * shape.head_dim * AMORTISED_TOKENS
                 share = f"{size * 8 / elements:.3f} bits per element of {AMORTISED_TOKENS:,} tokens"
                 found.append(f"{name}: its codebooks, {size / 1e6:.1f} MB, are not in the stored bits ({share})")
+                found.append(f"{name}: {cache.origin.described()}, digest {cache.origin.digest}")
         return found
+
+    def check_different(self, columns: dict[str, CacheConfig]) -> None:
+        """Refuse bits that make two columns one."""
+        seen: dict[str, str] = {}
+        for name, cache in columns.items() if self.bits else ():
+            first = seen.setdefault(repr(cache.identity()), name)
+            if first != name:
+                given = ", ".join(f"{field} {value}" for field, value in self.bits.items())
+                raise ValueError(f"compare {first},{name}: are the same cache with {given}; leave one of them out")
 
     def check_calibrations(self, caches: Iterable[CacheConfig]) -> None:
         """Refuse a file of --calibration that no cache reads."""
@@ -114,10 +131,10 @@ class Bench:
         return Path(self.asked.text[0])
 
     def digest(self, path: Path) -> str:
-        return blake2b(read_prompt_file(str(path)).encode(), digest_size=8).hexdigest()
+        return blake2b(read_prompt_file(str(path), "--text").encode(), digest_size=8).hexdigest()
 
     def encode(self, path: Path) -> list[int]:
-        return encode_prompt(self.tokenizer, read_prompt_file(str(path)))
+        return encode_prompt(self.tokenizer, read_prompt_file(str(path), "--text"))
 
     def check_positions(self, ids: list[int]) -> tuple[int, int]:
         """--positions, which the text and the model must have."""

@@ -95,7 +95,7 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     from bitkv_dist.fit.attended import RECENT, SINK
     from bitkv_dist.fit.sample import taught
 
-    raw = [(Path(path).name, text.read_prompt_file(path)) for path in asked.text]
+    raw = [(Path(path).name, text.read_prompt_file(path, "--text")) for path in asked.text]
     tokenizer = checkpoint.read_tokenizer(checkpoint.localise(config.generate.model, bar))
     share = asked.tokens // len(raw)
     texts = [
@@ -105,12 +105,12 @@ def _read(asked: argparse.Namespace, config: RunConfig, bar: Any) -> list[Text]:
     teaching = [taught(len(window)) for window in windows_of(texts, asked.window)]
     teach = sum(teaching)
     longest = max(teaching, default=0)
-    if asked.form == "attended" and longest <= SINK + RECENT:
-        rule = f"form attended learns behind {SINK + RECENT} tokens of a window, the longest here teaches {longest}"
-        raise ValueError(f"window {asked.window}: {rule}; give a longer --window and text, or --form weighted")
     if teach < LEAST_TOKENS[asked.codec]:
         rule = f"{teach} tokens in all that teach, codec {asked.codec} is fitted to at least {LEAST_TOKENS[asked.codec]}"
         raise ValueError(f"text {' '.join(asked.text)}: {rule}; give more text or --tokens")
+    if asked.form == "attended" and longest <= SINK + RECENT:
+        rule = f"form attended learns behind {SINK + RECENT} tokens of a window, the longest here teaches {longest}"
+        raise ValueError(f"window {asked.window}: {rule}; give a longer --window and text, or --form weighted")
     return texts
 
 
@@ -153,6 +153,7 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
         VERSION, asked.codec, asked.form, model.name, f"{model.fingerprint:016x}", model.layers, model.kv_heads, model.head_dim,
         rope.scaling, "all KV heads" if asked.codec == "tailored" else "none", tuple(text.source for text in texts),
         asked.vectors, asked.seed, {part: sum(lost[part] for _, lost in found) / len(found) for part in found[0][1]}, "",
+        asked.iterations, asked.window,
     )  # fmt: skip
     tensors = {name: torch.stack([layer[name] for layer, _ in found]) for name in found[0][0]} | {"inv_freq": rope.inv_freq}
     heads = tensors["K.weighted"].flatten().tolist() if "K.weighted" in tensors else []
@@ -162,9 +163,8 @@ def _calibrate(asked: argparse.Namespace, config: RunConfig, mesh: Any, texts: l
 def summary(origin: Origin, heads: list[int], path: Path) -> list[str]:
     """What a person wants to know of the file that was written."""
     lost = {name: f"{share:.3f}" for name, share in origin.lost.items()}
-    tokens = sum(text["tokens"] for text in origin.texts)
     lines = [
-        f"codec {origin.codec} ({origin.form}) of {origin.model}, fitted to {tokens:,} tokens, an eighth of them held out",
+        f"{origin.described()}; an eighth of the tokens held out",
         f"share of the variance that the codes lose, taught and held out: keys {lost['K.taught']}, {lost['K.held_out']}; "
         f"values {lost['V.taught']}, {lost['V.held_out']}",
         f"{path}: {path.stat().st_size / 1e6:,.1f} MB, digest {origin.digest}, model {origin.fingerprint}",
@@ -180,7 +180,8 @@ def _parser() -> shell.Parser:
     texts = {"nargs": "+", "action": "extend", "required": True, "metavar": "FILE"}
     parser.add_argument("--text", **texts, help="UTF-8, of the kind that the cache will hold")
     parser.add_argument("--output", type=shell.output_file, required=True, metavar="FILE.safetensors", help="what to write")
-    says = "tailored: weighted by received attention, attended: by that of coded keys, unweighted, or threshold: two levels"
+    says = "tailored: attended (by the attention that codes get), weighted (the article's: by all causal pairs), unweighted, "
+    says += "or threshold (two levels of a channel)"
     parser.add_argument("--form", metavar="FORM", help=says)
     flags.add_field_flags(parser.add_argument_group("model"), _FIELDS)
     group = parser.add_argument_group("fitting")

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bitkv_dist.calibrated import Origin
 from bitkv_dist.parallel.roll import Entry
 from bitkv_dist.text import TextStream
 
@@ -102,6 +103,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         ("prefill", f"{report['prefill']}, {prefill}, first token after {timing['first_token_s']:.2f} s"),
         ("decode", decode),
         ("cache", f"{kv['bytes_total'] / MIB:,.2f} MiB for {tokens}; bf16 takes {kv['bf16_bytes'] / MIB:,.2f} MiB"),
+        *calibration_rows(kv),
         *eviction_rows(kv),
         ("ratio to bf16", f"{_shown(kv['ratio'], 'x')} sealed, {_shown(kv['ratio_total'], 'x')} in total"),
         ("bits per element", f"{stored} stored, {read} read ({kv['codec']})"),
@@ -109,6 +111,12 @@ def summary(report: dict[str, Any]) -> list[str]:
         *exchange_rows(report),
     )
     return [f"{name:<17} {value}" for name, value in rows]
+
+
+def calibration_rows(kv: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the codebooks were fitted to."""
+    found = kv["calibration"]
+    return [] if found is None else [("codebooks", f"{Origin(**found).described()}, digest {found['digest']}")]
 
 
 def eviction_rows(kv: dict[str, Any]) -> list[tuple[str, str]]:

@@ -44,6 +44,7 @@ _FIELDS = (
     ("--seed", "cache.seed", "seed of the rotations"),
     *flags.EVICTION,
 )
+_BITS = tuple((flag, field, f"{says.partition(';')[0]}, of all columns but exact ones") for flag, field, says in flags.BITS)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=shell.output_file, metavar="FILE", help="results; what it holds is not run again")
     made = {"nargs": "+", "action": "extend", "default": [], "metavar": "FILE"}
     parser.add_argument("--calibration", **made, help="of bitkv calibrate: what columns tailored and residual read")
-    flags.add_field_flags(parser.add_argument_group("model and window, the same for all columns"), _FIELDS)
+    flags.add_field_flags(parser.add_argument_group("model and cache, the same for all columns"), (*_FIELDS, *_BITS))
     group = parser.add_argument_group("tasks")
     columns = f"ppl, retrieval: presets, YAML or calibration files, codecs of --calibration; comma-separated ({COLUMNS})"
     _add(group, "--compare", _names, "NAMES", columns)

@@ -18,12 +18,15 @@ EVICTION = (
     ("--eviction", "cache.eviction", "none, window (the newest sealed tokens stay) or heavy (those that are attended to most)"),
     ("--eviction-keep", "cache.eviction_keep", "below 1: share of the sealed tokens that stays; else so many tokens"),
 )
+BITS = (
+    ("--kv-bits", "cache.kv_bits", "bits of keys and values, all scanned (tailored: words first); 16 = exact"),
+    ("--key-bits", "cache.key_bits", "bits stored of a key element"),
+    ("--value-bits", "cache.value_bits", "bits stored of a value element"),
+)
 _CACHE = (
     ("--codec", "cache.codec", "planes, minmax (the round-to-nearest baseline), exact, tailored or residual"),
     ("--calibration", "cache.calibration", "tailored, residual: the file that bitkv calibrate made"),
-    ("--kv-bits", "cache.kv_bits", "bits of keys and values, all scanned; 16 = exact"),
-    ("--key-bits", "cache.key_bits", "bits stored of a key element"),
-    ("--value-bits", "cache.value_bits", "bits stored of a value element"),
+    *BITS,
     ("--recent-tokens", "cache.recent_tokens", "newest tokens that stay exact"),
     ("--sink-tokens", "cache.sink_tokens", "first tokens that stay exact, rounded up to whole pages"),
     ("--seed", "cache.seed", "seed of the rotations"),

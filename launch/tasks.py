@@ -54,7 +54,7 @@ def retrieval(bench: Bench) -> None:
     questions = list(itertools.product(asked.context, asked.depths, asked.kinds))
     missing = {question: [name for name in caches if ledger.find(name, *question) is None] for question in questions}
     missing = {question: names for question, names in missing.items() if names}
-    text = read_prompt_file(str(path))
+    text = read_prompt_file(str(path), "--text")
     prompts = {
         (context, depth, kind): [
             riddles.make_prompt(bench.tokenizer, text, kind, context, depth, trial) for trial in range(asked.trials)

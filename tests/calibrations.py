@@ -6,13 +6,15 @@ from pathlib import Path
 
 import torch
 
-from bitkv_dist.calibrated import VERSION, Origin
+from bitkv_dist.calibrated import FORMS, VERSION, Origin
 from bitkv_dist.codec.codebooks import save
 from bitkv_dist.codec.rope import Rope
+from bitkv_dist.fit import sample
 from bitkv_dist.fit.books import Fit, fit_layer
 from bitkv_dist.fit.sample import Window, turned
+from bitkv_dist.model import ServedModel
 
-FORM = {"tailored": "weighted", "residual": "two-stage"}
+FORM = {codec: forms[0] for codec, forms in FORMS.items()}
 PAGE = 64
 
 
@@ -42,12 +44,26 @@ def make(folder: Path, codec: str = "tailored", form: str | None = None, layers:
     """The path of a new file."""
     rope, how = rope_of(dim), Fit(codec, form or FORM[codec], vectors=1536, iterations=2, seed=seed)
     found = [fit_layer([window(heads, 2048, dim, 10 * layer)], rope, how) for layer in range(layers)]
-    tensors = {name: torch.stack([layer[name] for layer, _ in found]) for name in found[0][0]} | {"inv_freq": rope.inv_freq}
-    origin = Origin(VERSION, codec, how.form, "made-up", fingerprint, layers, heads, dim, 1.0, "all KV heads", (), how.vectors,
-                    seed, found[0][1], "")  # fmt: skip
     path = folder / f"{codec}-{how.form}-{seed}.safetensors"
-    save(path, origin, tensors)
+    write(path, found, rope, how, fingerprint, heads, dim)
     return str(path)
+
+
+def fitted_to(model: ServedModel, folder: Path, codec: str, ids: list[int]) -> str:
+    """The path of a new file, fitted to what a model makes of a text, as `bitkv calibrate` fits it."""
+    rope, how = sample.rope_of(model, PAGE), Fit(codec, FORM[codec], vectors=1536, iterations=2)
+    found: list[tuple[dict, dict]] = []
+    sample.walk(model, [ids], lambda layer, windows: found.append(fit_layer(windows, rope, how)))
+    path = folder / f"{codec}-of-model.safetensors"
+    write(path, found, rope, how, f"{model.fingerprint:016x}", model.kv_heads, model.head_dim)
+    return str(path)
+
+
+def write(path: Path, found: list[tuple[dict, dict]], rope: Rope, how: Fit, fingerprint: str, heads: int, dim: int) -> None:
+    tensors = {name: torch.stack([layer[name] for layer, _ in found]) for name in found[0][0]} | {"inv_freq": rope.inv_freq}
+    origin = Origin(VERSION, how.codec, how.form, "made-up", fingerprint, len(found), heads, dim, rope.scaling, "all KV heads",
+                    (), how.vectors, how.seed, found[0][1], "")  # fmt: skip
+    save(path, origin, tensors)
 
 
 def keys(heads: int, pages: int, dim: int, seed: int = 0, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,7 +110,7 @@ def test_a_second_stage_codes_what_the_first_leaves():
 def test_a_file_says_what_it_is(tmp_path):
     path = calibrations.make(tmp_path, heads=2, dim=16)
     origin = read_origin(path)
-    assert (origin.codec, origin.form, origin.layers, origin.kv_heads, origin.head_dim) == ("tailored", "weighted", 1, 2, 16)
+    assert (origin.codec, origin.form, origin.layers, origin.kv_heads, origin.head_dim) == ("tailored", "attended", 1, 2, 16)
     tensors = codebooks.tensors_of(path, origin.digest, torch.device("cpu"), (0, 2))
     assert tensors["K.words"].shape == (1, 2, 2, 1, 1024, 8) and load_file(path)["K.weighted"].shape == (1, 2)
     assert tensors["K.channels"].sort(-1).values.tolist() == [[list(range(16))] * 2]

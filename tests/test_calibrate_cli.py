@@ -2,13 +2,17 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import simulated
 import tiny
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from bitkv_dist.calibrated import read_origin
+from bitkv_dist.codec.codebooks import content_digest, save
 from bitkv_dist.config import build
 from bitkv_dist.launch import calibrate, evaluate, generate
 from bitkv_dist.launch.display import Bar, Console
@@ -56,7 +60,9 @@ def test_a_file_and_what_is_said_of_it(folder, tmp_path, capsys):
     assert [text["name"] for text in origin.texts] == ["tale.txt", "handbook.txt"]
     assert [text["tokens"] for text in origin.texts] == [1300, 1300] and all(len(text["digest"]) == 16 for text in origin.texts)
     assert set(origin.lost) == {"K.taught", "K.held_out", "V.taught", "V.held_out"}
-    assert "fitted to 2,600 tokens, an eighth of them held out" in out and "4 of 4 heads" in out
+    assert (origin.vectors, origin.iterations, origin.window) == (2048, 1, 1024)
+    how = "fitted to 2,600 tokens in windows of 1,024, 2,048 vectors in 1 iterations, seed 0; an eighth of the tokens held out"
+    assert how in out and "4 of 4 heads" in out
     assert f"keys {origin.lost['K.taught']:.3f}, {origin.lost['K.held_out']:.3f}" in out and origin.digest in out
     first = path.read_bytes()
     call(calibrate, *argv, "--text", TALE, HANDBOOK)
@@ -88,6 +94,9 @@ def test_generate_reads_it_and_snapshots_know_it(folder, files, tmp_path, capsys
     first = json.loads(report.read_text())
     assert first["kv"]["codec"] == "tailored" and first["kv"]["codebook_bytes_per_rank"] > 0
     assert first["kernel"]["backend"] == "reference" and "codec tailored" in first["kernel"]["reason"]
+    known = first["kv"]["calibration"]
+    assert (known["digest"], known["iterations"], known["window"]) == (read_origin(files["tailored"]).digest, 1, 1024)
+    assert "fitted to 2,600 tokens in windows of 1,024" in capsys.readouterr().err
     elsewhere = tmp_path / "moved.safetensors"
     elsewhere.write_bytes(Path(files["tailored"]).read_bytes())
     call(generate, *common, "--calibration", str(elsewhere), "--load-cache", str(kept))
@@ -110,6 +119,15 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     same = tmp_path / "same.json"
     call(evaluate, *argv[:-1], str(same), "--compare", files["tailored"])
     assert json.loads(same.read_text())["rows"][0] == rows["tailored"]
+    words = {}
+    for bits in ("1", "3"):
+        deep = tmp_path / f"{bits}.json"
+        asked = ("--compare", "exact,tailored", "--calibration", files["tailored"], "--kv-bits", bits)
+        call(evaluate, *argv[:-1], str(deep), *asked)
+        words[bits] = json.loads(deep.read_text())["rows"][1]
+    assert words["1"] == rows["tailored"] and words["3"]["stored_bits"] > 3.25 and words["3"]["kl"] < words["1"]["kl"]
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fitted to 2,600 tokens in windows of 1,024, 2,048 vectors in 1 iterations" in out
     with pytest.raises(ValueError, match=r"codec residual: 0 files of --calibration hold its codebooks, it takes one; give"):
         call(evaluate, *argv, "--compare", "residual", "--calibration", files["tailored"])
     with pytest.raises(ValueError, match="nothing that is asked for is codec tailored; name the codec or leave it out"):
@@ -124,11 +142,13 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
     [
         (("--codec", "planes"), "argument --codec: invalid choice: 'planes'"),
         (("--form", "attended", "--window", "256"), "window 256: form attended learns behind 256 tokens of a window"),
-        (("--form", "two-stage"), "form two-stage: codec tailored has weighted, attended, unweighted, threshold"),
+        (("--form", "two-stage"), "form two-stage: codec tailored has attended, weighted, unweighted, threshold"),
         (("--output", "x.bin"), "output 'x.bin': must end in .safetensors; add it"),
         (("--output", "no/such/x.safetensors"), "must be a file in an existing folder"),
-        (("--text", "no.txt"), "prompt file 'no.txt': cannot be read (No such file or directory); give a text file"),
-        (("--text", "empty.txt"), "prompt file 'empty.txt': is empty; write a prompt into it"),
+        (("--text", "no.txt"), "--text 'no.txt': cannot be read (No such file or directory); give a text file"),
+        (("--text", "empty.txt"), "--text 'empty.txt': is empty; write text into it"),
+        (("--text", "binary.txt"), "--text 'binary.txt': not UTF-8 (byte 0); convert it to UTF-8"),
+        (("--text", "."), "--text '.': cannot be read (Is a directory); give a text file"),
         (("--text", "short.txt"), "text short.txt: 88 tokens in all that teach, codec tailored is fitted to at least 2048"),
         (("--tokens", "2339"), "2047 tokens in all that teach, codec tailored is fitted to at least 2048; give more text"),
         (("--seed", "-1"), f"seed -1: must be between 0 and {2**63 - 1}; leave it out"),
@@ -141,6 +161,7 @@ def test_refused_before_weights_load(folder, tmp_path, monkeypatch, capsys, argv
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256))[::-1])
     (tmp_path / "short.txt").write_text("x" * 100)
     given = {"--model": folder, "--codec": "tailored", "--text": TALE, "--output": "x.safetensors", "--window": "1024"}
     given |= {"--device": "cpu"} | dict(zip(argv[::2], argv[1::2], strict=True))
@@ -153,6 +174,31 @@ def test_refused_before_weights_load(folder, tmp_path, monkeypatch, capsys, argv
         found = capsys.readouterr().err.strip()
     assert message in found and "\n" not in found
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_a_file_from_before_window_and_iterations_is_read(files, tmp_path):
+    """As this program wrote them then: without the two fields, and digested without them."""
+    tensors = load_file(files["residual"])
+    old = replace(read_origin(files["residual"]), window=None, iterations=None)
+    path = tmp_path / "old.safetensors"
+    digest = save(path, old, tensors).digest
+    with safe_open(path, "pt") as file:
+        assert "window" not in file.metadata()["bitkv"] and "iterations" not in file.metadata()["bitkv"]
+    origin = read_origin(str(path))
+    assert origin.digest == digest == content_digest(origin, load_file(path)) and origin.window is None
+    assert origin.described().endswith("fitted to 2,600 tokens, 2,048 vectors, seed 0")
+
+
+def test_what_is_not_finite_is_refused(tmp_path):
+    """A weight that overflowed: one line that names the layer, no file, no traceback of k-means."""
+    folder = save_model(tmp_path)
+    weights = load_file(Path(folder) / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][3, 5] = float("inf")
+    save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match="values of layer 1 are not finite; check its weights, or give another --dtype"):
+        call(calibrate, "--model", folder, "--codec", "residual", "--text", TALE, "--output", str(path), *QUICK)
+    assert not path.exists()
 
 
 def test_another_models_file_is_refused(files, tmp_path):

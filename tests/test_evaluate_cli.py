@@ -69,6 +69,14 @@ def refused(capsys, *argv: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- ppl
 
 
+def test_bits_of_all_columns(run):
+    """--kv-bits is read as `generate` reads it, and leaves exact columns exact."""
+    argv = ("--task", "ppl", "--text", HANDBOOK, "--positions", "200:300")
+    _, found = run(*argv, "--compare", "exact,2bit,minmax4", "--kv-bits", "2")
+    assert [round(row["stored_bits"], 3) for row in found["rows"]] == [32.0, 2.5, 2.75]
+
+
+
 def test_ppl_rows_and_table(run, tmp_path):
     plot = tmp_path / "p.png"
     argv = ("--task", "ppl", "--text", HANDBOOK, CODE, "--positions", "200:400", "--compare", "exact,2bit,tiered4")
@@ -205,6 +213,9 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
         (("--task", "ppl", "--compare", "2bit,2bit"), "must be different names"),
         (("--task", "ppl", "--depths", "0.5"), "--depths: task ppl does not read it; leave it out or use --task retrieval"),
         (("--task", "ppl", "--recent-tokens", "-1"), "cache.recent_tokens -1"),
+        (("--task", "ppl", "--compare", "exact,2bit", "--kv-bits", "5"), "cache.kv_bits 5: codec planes stores 1"),
+        (("--task", "ppl", "--compare", "2bit,4bit", "--kv-bits", "3"), "compare 2bit,4bit: are the same cache with"),
+        (("--task", "drift", "--config", "minmax2", "--key-bits", "3"), "cache.key_bits 3: codec minmax stores 2, 4, 8"),
         (("--task", "ppl", "--plot", "/no/such/folder/p.png"), "/no/such/folder/p.png"),
         (("--task", "retrieval", "--depths", "1.5"), "depths 1.5: must be between 0"),
         (("--task", "retrieval", "--kinds", "poem"), "kinds poem"),
@@ -230,7 +241,14 @@ def test_refused_before_weights_load(capsys, folder, no_model, argv, part):
 
 def test_texts_are_refused_too(capsys, folder, no_model, tmp_path):
     argv = ("--model", folder, "--device", "cpu")
-    assert "cannot be read" in refused(capsys, *argv, "--task", "ppl", "--text", "/no/such/file.txt")
+    for task in ("ppl", "retrieval", "drift", "sensitivity"):
+        where = "--text '/no/such/file.txt': cannot be read"
+        assert where in refused(capsys, *argv, "--task", task, "--text", "/no/such/file.txt")
+    binary, empty = tmp_path / "binary", tmp_path / "empty"
+    binary.write_bytes(b"ab\xff\x00")
+    empty.touch()
+    assert f"--text '{binary}': not UTF-8 (byte 2)" in refused(capsys, *argv, "--task", "ppl", "--text", str(binary))
+    assert f"--text '{empty}': is empty; write text into it" in refused(capsys, *argv, "--task", "ppl", "--text", str(empty))
     assert "two files have the same name" in refused(capsys, *argv, "--task", "ppl", "--text", HANDBOOK, HANDBOOK)
     assert "takes one text" in refused(capsys, *argv, "--task", "drift", "--text", HANDBOOK, TALE)
     short = tmp_path / "short.txt"

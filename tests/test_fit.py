@@ -81,6 +81,34 @@ def test_attended_channels_are_those_whose_errors_change_outputs(monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=0.03, atol=1e-4 * wanted.max().item())
 
 
+def test_what_key_errors_cost_is_the_sum_over_pairs(monkeypatch):
+    """Against attention written out: p^2 |v - o|^2 times the square error of the score, of pairs that are read by code."""
+    for name, value in (("SINK", 4), ("RECENT", 6)):
+        monkeypatch.setattr(attention, name, value)
+    window, rope = calibrations.window(2, 40, DIM, seed=5), calibrations.rope_of(DIM)
+    n = window.taught
+    q = turned(rope, window.q.flatten(0, 1)).unflatten(0, (2, 2))[:, :, :n].double() * window.scaling
+    k, v = turned(rope, window.k)[:, :n].double(), window.v[:, :n].double()
+    p = torch.where(torch.ones(n, n).tril().bool(), torch.einsum("hgqd,hkd->hgqk", q, k), -torch.inf).softmax(-1)
+    away = (v[:, None, None] - (p @ v[:, None])[:, :, :, None]).square().sum(-1)  # [HK, G, queries, keys]
+    error = 1e-3 * torch.randn(2, n, DIM, generator=torch.Generator().manual_seed(1))
+    moved = torch.einsum("hgqd,hkd->hgqk", q, turned(rope, error).double()).square()
+    coded = torch.ones(n, n).tril(-6).bool() & (torch.arange(n) >= 4) & (torch.arange(n)[:, None] >= 10)
+    wanted = (moved * p.square() * away * coded).sum((1, 2, 3))
+    torch.testing.assert_close(attention.score_cost(window, rope, error, 1).double(), wanted, rtol=5e-3, atol=0)
+
+
+def test_memory_of_long_windows_is_bounded(monkeypatch):
+    """Queries are looked at some at a time, whatever the window; together they give the same."""
+    for name, value in (("SINK", 4), ("RECENT", 6), ("STRIDE", 1)):
+        monkeypatch.setattr(attention, name, value)
+    window, rope = calibrations.window(1, 80, DIM), calibrations.rope_of(DIM)
+    whole = attention.attended(window, rope)
+    monkeypatch.setattr(attention, "PAIRS", 300)
+    assert max(seen.counts.numel() for seen in attention.glances(window, rope, 1)) <= 300
+    torch.testing.assert_close(attention.attended(window, rope), whole, rtol=1e-5, atol=1e-9)
+
+
 def test_weights_are_one_in_the_mean_square():
     found = weights(torch.rand(3, DIM) + 0.01)
     torch.testing.assert_close(found.square().mean(-1), torch.ones(3))
@@ -214,6 +242,20 @@ def test_weighted_books_serve_scores_better():
         assert found["K.weighted"].tolist() == ([0, 0] if form == "unweighted" else [1, 1])
     assert errors["weighted"] < 0.8 * errors["unweighted"] and errors["weighted"] < errors["threshold"]
     assert errors["weighted"] < errors["attended"] < 0.9 * errors["unweighted"]
+
+
+def test_attended_books_serve_outputs_better():
+    """What key errors of another window cost in outputs, by way of scores."""
+    windows, rope = [calibrations.window(2, 2048, 32)], calibrations.rope_of(32)
+    other = calibrations.window(2, 1024, 32, seed=900)
+    costs = {}
+    for form in ("attended", "unweighted"):
+        found, _ = fit_layer(windows, rope, Fit("tailored", form, 1536, 3))
+        books = {name: found[f"K.{name}"] for name in ("words", "unit", "channels", "center", "weight")}
+        scale = (other.k * found["K.weight"][:, None]).square().mean((0, 2)).sqrt()[:, None]
+        error = (other.k - fits.coded(books, other.k / scale) * scale)[:, : other.taught]
+        costs[form] = attention.score_cost(other, rope, error, 16).sum().item()
+    assert costs["attended"] < 0.9 * costs["unweighted"], costs
 
 
 def test_lost_energy_is_alike_in_a_pair():

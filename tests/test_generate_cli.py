@@ -131,7 +131,7 @@ def refused(capsys, *argv: str) -> str:
         (["--prompt", ""], "has no tokens"),
         (["--prompt", "x", "--kv-bits", "3.5"], "3.5"),
         (["--prompt", "x", "--kv-bits", "5"], "cache.kv_bits 5"),
-        (["--prompt", "x", "--kv-bits", "16", "--codec", "planes"], "cache.key_bits 16"),
+        (["--prompt", "x", "--kv-bits", "16", "--codec", "planes"], "cache.kv_bits 16"),
         (["--prompt", "x", "--kv-bit", "2"], "--kv-bit"),
         (["--prompt", "x", "--sp", "0"], "parallel.sp 0"),
         (["--prompt", "x", "--tp", "3"], "tp 3"),

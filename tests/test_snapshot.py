@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import calibrations
 import pytest
 import ranks
 import simulated
@@ -44,12 +45,12 @@ def served(model: Path, rank: int) -> models.ServedModel:
     return models.load(str(model), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def engine_of(mesh, model: Path, cache: str = "4bit", **generate) -> Engine:
+def engine_of(mesh, model: Path, cache: str | CacheConfig = "4bit", **generate) -> Engine:
     if mesh.split.parts > 1:
         own = models.load(str(model), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
     else:
         own = served(model, mesh.world.rank)
-    return Engine(own, CACHES[cache], mesh, GenerateConfig(**{"max_new_tokens": NEW} | generate))
+    return Engine(own, CACHES.get(cache, cache), mesh, GenerateConfig(**{"max_new_tokens": NEW} | generate))
 
 
 def saved(mesh, model, place, cache="4bit", prompts=PROMPTS, at="prefill", **generate) -> dict:
@@ -64,7 +65,7 @@ def saved(mesh, model, place, cache="4bit", prompts=PROMPTS, at="prefill", **gen
     result = engine.generate(prompts, on_filled=keep if at == "prefill" else None)
     if at == "end":
         keep()
-    return found | {"tokens": result.token_ids, "reasons": result.finish_reason}
+    return found | {"tokens": result.token_ids, "reasons": result.finish_reason, "evicted": engine.cache.evicted_tokens(0)}
 
 
 def loaded(mesh, model, place, cache="4bit", prompts=None, **generate) -> dict:
@@ -158,6 +159,23 @@ def test_a_run_goes_on_where_it_ended(model, tmp_path, cache, temperature):
     assert [a + b for a, b in zip(first["tokens"], rest["tokens"], strict=True)] == whole["tokens"]
     assert rest["digest"] == first["digest"] and rest["after"] == whole["digest"] != rest["digest"]
     assert rest["promise"] == "bit-identical" and rest["read"] == 0
+
+
+@pytest.mark.parametrize(("eviction", "keep"), [("heavy", 0.5), ("window", 320.0)])
+def test_words_with_planes_and_eviction_go_on(model, tmp_path, eviction, keep):
+    """Codec tailored with planes behind its words, half of the pages given up: the same bytes and tokens on other ranks."""
+    made = {"layers": 2, "heads": 4, "dim": 16, "fingerprint": f"{served(model, 0).fingerprint:016x}"}
+    cache = CacheConfig("tailored", 3, 3, calibration=calibrations.make(tmp_path, **made), eviction=eviction,
+                        eviction_keep=keep, **SMALL)  # fmt: skip
+    run = saved_at(3, model, tmp_path / "prompt", cache)
+    for size in (1, 2, 4):
+        found = loaded_at(size, model, tmp_path / "prompt", cache, PROMPTS)
+        assert (found["tokens"], found["digest"]) == (run["tokens"], run["digest"]) and found["promise"] == "bit-identical"
+    whole = simulated.run(1, functools.partial(saved, max_new_tokens=70), model, tmp_path / "whole", cache, PROMPTS, "end")[0]
+    first = simulated.run(2, functools.partial(saved, max_new_tokens=3), model, tmp_path / "s", cache, PROMPTS, "end")[0]
+    rest = simulated.run(3, functools.partial(loaded, max_new_tokens=67), model, tmp_path / "s", cache)[0]
+    assert [a + b for a, b in zip(first["tokens"], rest["tokens"], strict=True)] == whole["tokens"]
+    assert rest["digest"] == first["digest"] and rest["after"] == whole["digest"] != rest["digest"] and whole["evicted"] > 500
 
 
 def test_a_sequence_that_has_ended_stays_ended(model, tmp_path):

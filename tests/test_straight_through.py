@@ -1,10 +1,12 @@
 """Training through the codec: the forward is the packed cache's, the gradient passes straight, and a few steps pay."""
 
+import calibrations
 import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from bitkv_dist import model as models
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.fit.straight_through import seen_through, straight_through
@@ -48,6 +50,35 @@ def test_a_few_steps_lower_the_loss_under_the_codec(tmp_path, config):
     assert losses[-1] < 0.9 * losses[0]
     assert model.config._attn_implementation != "bitkv_straight_through"
     assert all(parameter.grad is not None and torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("tailored", 1), ("tailored", 3), ("residual", 2)])
+def test_a_few_steps_lower_the_loss_under_codebooks(tmp_path, codec, bits):
+    """Codebooks fitted to the model as it was; what it learns, it learns with its keys and values coded by them."""
+    folder = tiny.save(tmp_path)
+    file = calibrations.fitted_to(models.load(str(folder), dtype=torch.float32, device=torch.device("cpu")), tmp_path, codec,
+                                  tiny.prompt(2048))  # fmt: skip
+    config = CacheConfig(codec, bits, bits, calibration=file, page_tokens=64, sink_tokens=0, recent_tokens=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([tiny.prompt(40) * 8, tiny.prompt(40, seed=1) * 8])
+    with torch.no_grad():
+        plain = model(ids, labels=ids, use_cache=False).loss
+        with straight_through(model, config):
+            before = model(ids, labels=ids, use_cache=False).loss
+    assert abs(before - plain) > 1e-3  # it is the codec's loss
+    trained = {name: parameter for name, parameter in model.named_parameters() if "self_attn" in name}
+    assert any("k_proj" in name for name in trained) and any("v_proj" in name for name in trained)
+    optimiser = torch.optim.Adam(trained.values(), 2e-3)
+    with straight_through(model, config):
+        for _ in range(8):
+            optimiser.zero_grad()
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimiser.step()
+    assert all(torch.isfinite(parameter.grad).all() and parameter.grad.any() for parameter in trained.values())
+    assert loss.item() < 0.95 * before
+    with pytest.raises(ValueError, match=r"with fingerprint .*, this model's is .*; calibrate with this model"):
+        straight_through(model, config).__enter__()  # its books are of the weights that it started from
 
 
 def test_a_cache_is_refused(tmp_path):

@@ -128,7 +128,7 @@ def test_what_the_configuration_says_and_refuses(file):
     assert (mixed.for_layer(1).key_bits, mixed.for_layer(1).refine.value) == (4, 0.1)
     three = {"cache.key_bits": 3, "cache.value_bits": 3}
     for fields, said in [
-        ({"cache.kv_bits": 8}, "cache.key_bits 8: codec tailored stores 1, 2, 3, 4"),
+        ({"cache.kv_bits": 8}, "cache.kv_bits 8: codec tailored stores 1, 2, 3, 4; take one of these"),
         ({"cache.key_bits": 4}, "cache.key_bits 4: value_bits are 1, and what words leave over is kept of keys and values"),
         (three | {"cache.scan_bits": 2}, "cache.scan_bits 2: codec tailored scans its words"),
         (three | {"cache.refine": RefineConfig(rule="mass", value=0.9)}, "take rule fraction and scope granule"),

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Ori
     """Writes the file; returns `origin` with its digest."""
     tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     origin = replace(origin, digest=content_digest(origin, tensors))
-    save_file(tensors, path, {KEY: json.dumps(asdict(origin))})
+    save_file(tensors, path, {KEY: json.dumps(origin.record())})
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)  # safetensors writes it for its owner alone, whatever the umask
@@ -41,7 +41,7 @@ def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Ori
 
 def content_digest(origin: Origin, tensors: Mapping[str, torch.Tensor]) -> str:
     """16 hex digits over everything that the file holds."""
-    state = blake2b(json.dumps(asdict(origin) | {"digest": ""}, sort_keys=True).encode(), digest_size=8)
+    state = blake2b(json.dumps(origin.record() | {"digest": ""}, sort_keys=True).encode(), digest_size=8)
     for name, tensor in sorted(tensors.items()):
         state.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         state.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())  # numpy has no bf16

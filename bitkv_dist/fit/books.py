@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bitkv_dist.codec.books import LIMIT, Books
 from bitkv_dist.codec.rope import Rope, channel_pairs
-from bitkv_dist.fit.attended import attended, tempered
+from bitkv_dist.fit.attended import attended, score_cost, tempered
 from bitkv_dist.fit.importance import importance, weights
 from bitkv_dist.fit.kmeans import assign, kmeans
 from bitkv_dist.fit.matching import group_channels
@@ -17,6 +17,7 @@ from bitkv_dist.fit.sample import Window, turned
 
 MARGIN = 1.25  # a vector this much farther out than the outermost word still keeps its place
 ANCHORS = 96  # queries of a window whose scores decide whether a head is weighted
+TRIAL_STRIDE = 64  # every so many-th query decides it for form attended
 TRIAL = {"vectors": 2048, "words": 64, "iterations": 6}  # of the books that decide it
 
 
@@ -82,7 +83,7 @@ def fit_layer(windows: Sequence[Window], rope: Rope, how: Fit) -> tuple[dict[str
 def scaled(tokens: Tokens, weight: torch.Tensor) -> Tokens:
     """Keys over the root mean square of a token's weighted keys in all heads; weight fp32 [HK, D]."""
     scale = (tokens.x * weight[:, None]).square().mean((0, 2)).sqrt()
-    return Tokens(tokens.x / torch.where(scale == 0, 1.0, scale)[:, None], scale, tokens.teaches, tokens.drawn)
+    return replace(tokens, x=tokens.x / torch.where(scale == 0, 1.0, scale)[:, None], scale=scale)
 
 
 def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fit) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,23 +95,29 @@ def channel_weights(windows: Sequence[Window], rope: Rope, keys: Tokens, how: Fi
     even = torch.ones(heads, dim)
     if how.form == "unweighted":
         return even, torch.zeros(heads, dtype=torch.uint8)
+    taught = [window.q[:, :, : window.taught] for window in windows]
+    count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
+    diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
+    weighed = weights(diagonal)
     if how.form == "attended":
-        received = tempered(weights(sum(attended(window, rope) for window in windows)))
-    else:
-        taught = [window.q[:, :, : window.taught] for window in windows]
-        count = torch.tensor([q.shape[2] * (q.shape[2] + 1) / 2 for q in taught])
-        diagonal = sum(importance(q, rope.inv_freq) * pairs for q, pairs in zip(taught, count / count.sum(), strict=True))
-        received = weights(diagonal)
+        weighed = tempered(weighed, weights(sum(attended(window, rope) for window in windows)))
     if how.form == "threshold":  # a channel's own weight does not move its threshold; scales are taken of weighted keys
-        return received, torch.ones(heads, dtype=torch.uint8)
+        return weighed, torch.ones(heads, dtype=torch.uint8)
     trial = Fit(how.codec, how.form, TRIAL["vectors"], TRIAL["iterations"], how.seed)
     errors = []
-    for weight in (received, even):
+    for weight in (weighed, even):
         tokens = scaled(keys, weight)
         books = tailored_books(tokens, weight, rope, trial, TRIAL["words"])
-        errors.append(score_error(windows, rope, (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]))
-    weighted = errors[0] < errors[1]
-    return torch.where(weighted[:, None], received, even), weighted.to(torch.uint8)
+        error = (tokens.x - coded(books, tokens.x)) * tokens.scale[:, None]
+        errors.append((score_cost_of_all if how.form == "attended" else score_error)(windows, rope, error))
+    switched = errors[0] < errors[1]
+    return torch.where(switched[:, None], weighed, even), switched.to(torch.uint8)
+
+
+def score_cost_of_all(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:
+    """What key errors fp32 [HK, T, D] of all windows' tokens cost the queries that read them by code, fp32 [HK]."""
+    parts = zip(windows, error.split([window.k.shape[1] for window in windows], 1), strict=True)
+    return sum(score_cost(window, rope, part[:, : window.taught], TRIAL_STRIDE) for window, part in parts)
 
 
 def score_error(windows: Sequence[Window], rope: Rope, error: torch.Tensor) -> torch.Tensor:

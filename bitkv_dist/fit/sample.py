@@ -73,8 +73,17 @@ def walk(model: ServedModel, windows: Sequence[list[int]], visit: Callable[[int,
                 positions = torch.arange(start, start + chunk.shape[1], device=device).unsqueeze(0)
                 chunk.copy_(model.layer(index, chunk, positions, model.rotary(chunk, positions), listener))
             found.append(window(rope, listener))
+        check_finite(model.name, index, found)
         visit(index, found)
         progress(index + 1, model.layers)
+
+
+def check_finite(name: str, layer: int, windows: Sequence[Window]) -> None:
+    """ValueError: nothing can be fitted to what is not finite, and a cache would refuse it too."""
+    for what, said in (("q", "queries"), ("k", "keys"), ("v", "values")):
+        if not all(getattr(window, what).isfinite().all() for window in windows):
+            rule = f"{said} of layer {layer} are not finite"
+            raise ValueError(f"model {name}: {rule}; check its weights, or give another --dtype")
 
 
 def rope_of(model: ServedModel, page_tokens: int, device: torch.device | None = None) -> Rope:
