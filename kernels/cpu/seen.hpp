@@ -46,6 +46,8 @@ struct Tree {
     }
 };
 
+constexpr int64_t PARTIAL_BYTES = 1 << 17;  // of a task's granules
+
 // The first nodes of the tree, m, l [nodes, HK, G], o [nodes, HK, G, D]. by_head: a task is of one head, and all tasks of a head come together,
 // for kernels that read tables of a head's own.
 struct Nodes {
@@ -61,9 +63,10 @@ struct Nodes {
         for (int64_t slab = 0; slab < seen.slabs; ++slab)
             for (int64_t g = 0; g < seen.slab_granules[slab]; ++g)
                 granules.push_back({seen.records[slab] + g * pages * heads * record_bytes, seen.page_valid + int64_t(granules.size()) * pages});
-        // A task is a node of the tree, of a few granules, so that partials of granules never leave the cache.
+        // A task is a node of the tree, of so many granules that their partials never leave the cache; what it reads first nobody has asked for.
+        const int64_t most = std::max<int64_t>(8, PARTIAL_BYTES / (rows * dim * int64_t(sizeof(float))));
         int64_t nodes = seen.nodes;
-        while (nodes < seen.width && (nodes < 4 * threads || nodes * 8 < seen.granules)) nodes *= 2;
+        while (nodes < seen.width && (nodes < 4 * threads || nodes * most < seen.granules)) nodes *= 2;
         std::vector<std::vector<int64_t>> members(nodes);
         for (int64_t g = 0; g < seen.granules; ++g) members[seen.index[g] % nodes].push_back(g);
         const int64_t some = by_head || nodes < 4 * threads ? 1 : heads, parts = heads / some;
