@@ -80,7 +80,8 @@ class Bench:
         cache = build(name, overrides | calibrated).cache
         if cache.codec != "exact" and self.bits:
             cache = build(name, overrides | calibrated | self.bits).cache
-        cache.check_model(self.shape.layers, self.shape.head_dim, loops=self.shape.loops)
+        shape = self.shape
+        cache.check_model(shape.layers, shape.head_dim, loops=shape.loops, kv_heads=shape.kv_heads)
         return cache
 
     def origin(self, path: str) -> Origin:
