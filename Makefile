@@ -32,9 +32,10 @@ test-slow: setup
 	$(TEST_ENV) $(BIN)/pytest -q -m slow
 
 # Python itself is not instrumented: the sanitiser must be there before it starts, and leaks are not looked for.
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -g
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -g -O1
 sanitize: setup
-	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --force --build-lib build/sanitized --build-temp build/sanitized
+	CFLAGS="$(SANITIZE)" CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --force --build-lib build/sanitized --build-temp build/sanitized
+	grep -q __asan_report $$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so)  # or it checks nothing
 	$(TEST_ENV) BITKV_CPU_LIBRARY=$$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so) \
 		LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_merge.py tests/test_words_cpu.py

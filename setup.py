@@ -21,7 +21,9 @@ for name in MAPPED:
 
 # The CPU kernels are compiled once per instruction set, side by side; the library picks one at run time. No fused multiply-add:
 # encoding must give the same bytes everywhere.
-CPU_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+CPU_FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
+if "-O" not in os.environ.get("CXXFLAGS", ""):
+    CPU_FLAGS.append("-O3")
 CPU_SOURCES = {"api.cpp": [], "decoder.cpp": [], "words.cpp": [], "portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")

@@ -145,6 +145,7 @@ def test_a_rank_holds_the_books_of_its_heads(tmp_path, codec, tp, correction):
         held = [tensor for name, tensor in shared.items() if name != "inv_freq"]
         held += [tensor for each in codecs for books in each.books.values() for tensor in vars(books).values()]
         held += [each.correction for each in codecs]
+        held += [table for each in codecs for tables in getattr(each, "tables", {}).values() for table in tables]
         storages = (tensor.untyped_storage() for tensor in held if isinstance(tensor, torch.Tensor))
         alive = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         assert sum(each.book_bytes for each in codecs) == alive == rank_bytes(plan, tp, 1).books

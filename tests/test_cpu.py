@@ -9,9 +9,11 @@ import pytest
 import torch
 from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
 
-from bitkv_dist.cache_config import CacheConfig
+from bitkv_dist.cache_config import CacheConfig, RefineConfig
+from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.planes import NOISE
 from bitkv_dist.kernels import cpu, reference
+from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import Partial, merge
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.reason())
@@ -321,3 +323,22 @@ def test_integer_weights_cost_less_than_half_a_percent_of_a_real_model(isa):  # 
     with torch.inference_mode():
         trace(served, CacheConfig(), ids, visit)
     assert len(errors) == 10 and max(errors) < 0.005, errors
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+@pytest.mark.parametrize(("key_bits", "value_bits", "refined"), [(1, 1, False), (4, 4, True), (4, 1, True)])
+def test_what_is_not_finite_is_told(key_bits, value_bits, refined, spoilt):
+    """And does not pass for an empty partial, whose rows would be zeros."""
+    refine = {"scan_bits": 1, "refine": RefineConfig(value=0.05)} if refined else {}
+    config = CacheConfig(key_bits=key_bits, value_bits=value_bits, **refine)
+    codec = make_codec(config, HeadShape(1, 0, 2, 64, torch.float32), 0)
+    k, v = torch.randn(2, 8, 2, 128, 64)
+    records = codec.encode(k, v).view(2, 4, 2, -1)
+    view, out = View([2], [0, 1], torch.ones(2, 4, dtype=torch.bool), 2, 1, (2, 3, 64)), torch.empty(1, 6, 64)
+    q, exact = torch.randn(2, 1, 3, 64), torch.randn(2, 2, 5, 64)
+    finite = []
+    for query in (q, q.index_fill(2, torch.tensor([1]), spoilt)):
+        alone, nodes, _ = codec.see(view, query, exact, [records])
+        finite.append(codec.conclude(nodes.rows(0), alone, out))
+    assert finite == [True, False]

@@ -217,6 +217,13 @@ def test_books_of_another_form_are_left_to_plain_torch(tmp_path):
     assert same(codec.attend(q, records, valid)[0], plain.attend(q, records, valid)[0])
 
 
+def test_books_whose_words_are_no_power_of_two_are_left_to_plain_torch(tmp_path):
+    codec, plain = both(books(tmp_path, 2, 32, count=200), 2, 32)
+    assert codec.unserved is not None and not codec.fused
+    records, valid, q = pages(codec, 1), mask(1, 8), query(2, 3, 32)
+    assert same(codec.attend(q, records, valid)[0], plain.attend(q, records, valid)[0])
+
+
 def test_heavy_hitters_are_not_fused_but_served(tmp_path):
     """Their masses are what `see` does not tell."""
     codec, _ = both(books(tmp_path, 2, 32), 2, 32, eviction="heavy", eviction_keep=0.5)

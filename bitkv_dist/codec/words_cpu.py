@@ -43,9 +43,11 @@ class WordsOnCpu(BookCodec):
             self.native = self.describe()
 
     def known_books(self) -> bool:
-        """Words of eight channels in one stage; of keys, pairs that RoPE turns, or two channels that it leaves alone."""
-        if any((b.width, b.stages) != (WORD, 1) or b.bits > MOST_BITS for b in self.books.values()):
-            return False
+        """Words of eight channels in one stage, a power of two of them; of keys, pairs that RoPE turns, or two channels that it
+        leaves alone."""
+        for books in self.books.values():
+            if (books.width, books.stages) != (WORD, 1) or books.bits > MOST_BITS or books.words.shape[-2] != 1 << books.bits:
+                return False
         x, y = channels_of(self.books["K"], self.heads.head_dim).unflatten(-1, (-1, 2)).unbind(-1)
         half = self.rope.half
         return bool(torch.where(x < half, y == x + half, torch.minimum(x, y) >= 2 * half).all())

@@ -41,7 +41,7 @@ INLINE void accumulate_some(__m512i sum[4], const __m512i index[4], const uint8_
     __m512i entries, found;
 #define LOOK_UP(i, s) "vpermb %[entries], %[" #i "], %[found]\n\tvpdpbusd %[twos], %[found], %[" #s "]\n\t"
     asm("bt %[bit], %[which]\n\tjnc 1f\n\tvmovdqa64 (%[table]), %[entries]\n\t" LOOK_UP(i0, s0) LOOK_UP(i1, s1) LOOK_UP(i2, s2) LOOK_UP(i3, s3) "1:"
-        : [s0] "+v"(sum[0]), [s1] "+v"(sum[1]), [s2] "+v"(sum[2]), [s3] "+v"(sum[3]), [entries] "=&v"(entries), [found] "=&v"(found)
+        : [s0] "+&v"(sum[0]), [s1] "+&v"(sum[1]), [s2] "+&v"(sum[2]), [s3] "+&v"(sum[3]), [entries] "=&v"(entries), [found] "=&v"(found)
         : [i0] "v"(index[0]), [i1] "v"(index[1]), [i2] "v"(index[2]), [i3] "v"(index[3]), [table] "r"(table), [which] "r"(which), [bit] "r"(bit), [twos] "v"(twos)
         : "cc", "memory");
 #undef LOOK_UP

@@ -43,6 +43,7 @@ inline void attend_exact(int64_t dim, int64_t count, int64_t row_stride, const f
     const float peak = *m;
     for (int64_t t = 0; t < count; ++t) p[t] = exp2_fast(p[t] - peak);
     *l = sum16(p.data(), count);
+    if (*l != *l) *m = NAN;  // not empty
     for (int64_t t = 0; t < count; ++t)
         for (int64_t d = 0; d < dim; ++d) o[d] += p[t] * v[t * row_stride + d];
 }

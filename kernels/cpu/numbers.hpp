@@ -122,7 +122,7 @@ inline Sixteen fused(Sixteen a, Sixteen b, Sixteen c) {
 // Of numbers that are not negative, whose bits are in their order: integers are compared by any of the core's pipes.
 inline Sixteen larger_size(Sixteen a, Sixteen b) { return (Sixteen)((SixteenInts)a > (SixteenInts)b ? (SixteenInts)a : (SixteenInts)b); }
 
-// 2^(x - shift) of N registers side by side, `rounder` = ROUNDER - shift of each for whole shifts that are no less than x - 1: step by step for
+// 2^(x - shift) of N registers side by side, `rounder` = ROUNDER - shift of each for whole shifts (below 2^22) that are no less than x - 1: step by step for
 // all of them, since a register alone would wait for each of its own steps. Like exp2_fast, but 2^-99 is the least. The sum with its rounder
 // has the exponent in its lowest bits, and less the rounder it is x rounded, so that the shift takes no step of its own.
 template <int N>

@@ -17,8 +17,9 @@ inline Each centroid_products(const float* q, const uint8_t* centroid, int64_t r
     Sixteen c[COUNT];
     UNROLLED for (int i = 0; i < COUNT; ++i) c[i] = load_halves(centroid + 32 * i);
     return with_rows(rows, [&](auto count) {
+        constexpr int ROWS = count;
         Sixteen sum[FEW] = {};
-        UNROLLED for (int r = 0; r < count; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
+        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = product_of(q + r * 16 * COUNT, c);
         return Each::of(fold16(sum));
     });
 }

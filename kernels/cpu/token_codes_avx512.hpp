@@ -85,8 +85,8 @@ public:
         }
         const __m512i bytes = _mm512_permutexvar_epi8(place, _mm512_loadu_si512(line));  // sixteen words, four j to a register
         UNROLL for (int half = 0; half < DIM / 64; ++half) {
-            const int64_t j = ONES << 4 * half;
-            code[half] = _mm512_mask_add_epi8(code[half], _mm512_test_epi8_mask(bytes, _mm512_set_epi64(8 * j, 8 * j, 4 * j, 4 * j, 2 * j, 2 * j, j, j)), code[half], one);
+            auto j = [&](int bit) __attribute__((always_inline)) { return int64_t(uint64_t(ONES) << (4 * half + bit)); };
+            code[half] = _mm512_mask_add_epi8(code[half], _mm512_test_epi8_mask(bytes, _mm512_set_epi64(j(3), j(3), j(2), j(2), j(1), j(1), j(0), j(0))), code[half], one);
         }
     }
 

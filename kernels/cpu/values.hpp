@@ -239,10 +239,11 @@ inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor,
         for (int64_t row = list.row; row < list.row + list.rows; ++row) {
             float* to = refined + row * whole;
             float peak = m[row];
-            // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores.
+            // Where a taken token has the largest scanned score of all, it may be that no other one exceeds the refined scores. What is not finite
+            // must not pass for an empty partial.
             if (!(u.peak[row] <= peak)) {
                 const float left = largest_left(&u.scores[row * u.total], u.total, &u.taken[(u.lists.size() > 1 ? row : 0) * u.total / 16]);
-                peak = peak > left ? peak : left;
+                peak = u.peak[row] != u.peak[row] ? NAN : peak > left ? peak : left;
             }
             for (int64_t i = 0; i < whole; i += 16) store16(to + i, exp2_fast(load16(to + i) - peak));
             m[row] = peak, factor[row] = exp2_fast(u.shift(row) - peak), far |= !(std::fabs(u.shift(row) - peak) < 32.0f);

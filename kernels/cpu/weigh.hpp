@@ -59,19 +59,23 @@ struct Weighed {
 // p = 2^(x - shift), whole shifts as exp2_beside takes them; the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
 template <int V, int ROWS, bool WEIGH>
 inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to, const uint8_t* fetch) {
+    constexpr int COLUMNS = ROWS < 4 ? 2 : 1;  // few rows alone would wait for their own steps
     Sixteen sum[FEW] = {}, most[FEW] = {};
-    for (int i = 0; i < V; ++i) {
-        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
-        Sixteen p[ROWS];
-        UNROLLED for (int r = 0; r < ROWS; ++r) p[r] = load16(x + r * stride + 16 * i);
-        exp2_beside(p, rounder.row);
-        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] += p[r];
+    float rounders[COLUMNS * ROWS];
+    UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) rounders[j] = rounder.row[j % ROWS];
+    for (int i = 0; i < V; i += COLUMNS) {
+        UNROLLED for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(fetch + (i + c) * LINE_BYTES, 0, 2);
+        Sixteen p[COLUMNS * ROWS];
+        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) p[j] = load16(x + j % ROWS * stride + 16 * (i + j / ROWS));
+        exp2_beside(p, rounders);
+        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) sum[j % ROWS] += p[j];
         if (WEIGH) {
-            const Sixteen size = load_halves(b + 32 * i);
-            UNROLLED for (int r = 0; r < ROWS; ++r) p[r] *= size;
-            UNROLLED for (int r = 0; r < ROWS; ++r) most[r] = larger_size(p[r], most[r]);
+            Sixteen size[COLUMNS];
+            UNROLLED for (int c = 0; c < COLUMNS; ++c) size[c] = load_halves(b + 32 * (i + c));
+            UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) p[j] *= size[j / ROWS];
+            UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) most[j % ROWS] = larger_size(p[j], most[j % ROWS]);
         }
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(to + r * stride + 16 * i, p[r]);
+        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) store16(to + j % ROWS * stride + 16 * (i + j / ROWS), p[j]);
     }
     return {Each::of(fold16(sum)), Each::of(most16(most))};
 }

@@ -45,7 +45,7 @@ struct WordUnit {
     Room<float> paired, cosine, turned;  // queries by place in the groups [2][rows][D/2]; a page's cosines and sines [2][D/2]; [pages][2][rows][D/2]
     Room<float> turns;  // see copy_turns
     Room<float> scale, raw, scores, p, mass;  // [total]; [rows][total] three times; [rows][pages]
-    Room<float> sums;  // [rows][D], by place in the groups
+    Room<float> sums;  // [rows][D + WORD], by place in the groups, of which two may be written at once
 
     void start(const Words& w, const Granule& granule, int64_t page_stride) {
         page.clear();
