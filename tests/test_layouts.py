@@ -27,7 +27,8 @@ def last_line(name: str, flags: dict) -> dict:
     return json.loads(ended.out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("grids", ["sp1,helix2", pytest.param("sp1,sp2,sp2-gathered,tp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", ["sp1,helix2", "sp1,sp2,sp2-gathered,tp2"])
 def test_layouts_of_a_tiny_model(grids, tmp_path):
     folder = tiny.save_tokenizer(tiny.save(tmp_path / "model", vocab_size=257))
     (tmp_path / "text").write_text("Pages are sealed once they are old. " * 40)

@@ -61,7 +61,10 @@ def test_encode_gives_the_bytes_of_the_reference_in_every_combination(dim):
         assert not encode_wrongly(list(KINDS), dim, tokens, depth, depth, unbiased), (tokens, depth, unbiased)
 
 
-@pytest.mark.parametrize(("dim", "tokens"), [(64, 128), (80, 128), (256, 64)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("dim", "tokens"), [(64, 128), pytest.param(80, 128, marks=SLOW), pytest.param(256, 64, marks=SLOW)])
 def test_pages_in_tiles_of_the_size_that_a_gpu_takes(dim, tokens, monkeypatch):
     """The tile of a program changes neither the words that it puts together nor the sums over the page."""
     for elements in (4096, 2048):
