@@ -227,9 +227,10 @@ class CacheConfig:
             refine = None
         return replace(self, layers=(), refine=refine, **changed)
 
-    def check_model(self, layers: int, head_dim: int, positions: int | None = None, loops: int = 1) -> None:
-        """Refuse what a model of `layers` layers (those of all its loops), `head_dim` channels per head and `positions`
-        positions cannot have."""
+    def check_model(self, layers: int, head_dim: int, positions: int | None = None, loops: int = 1,
+                    kv_heads: int | None = None) -> None:
+        """Refuse what a model of `layers` layers (those of all its loops), `head_dim` channels per head, `positions` positions
+        and `kv_heads` KV heads (None: a rank may have some of them alone) cannot have."""
         if self.codec == "looped" and loops < 2:
             rule = "the model runs its layers once, so that no loop can be the anchor of others"
             refuse(self, "codec", rule, "take a model that loops (ouro), or another codec such as planes")
@@ -242,8 +243,8 @@ class CacheConfig:
             most = head_dim & -head_dim
             raise ValueError(f"cache.value_group_channels {group}: must divide the head dim {head_dim}; take {most}")
         if self.calibration is not None:
-            for name, here in (("layers", layers), ("head_dim", head_dim)):
-                if (there := getattr(self.origin, name)) != here:
+            for name, here in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+                if here is not None and (there := getattr(self.origin, name)) != here:
                     rule = f"was made for {self.origin.model}, whose {name} are {there}; this model's are {here}"
                     refuse(self, "calibration", rule, "calibrate with this model")
         last = max((layer for entry in self.layers for layer in entry.layers), default=0)

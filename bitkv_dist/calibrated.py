@@ -78,12 +78,51 @@ def _read(path: str, modified_ns: int, size: int) -> Origin:
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length < min(size, MOST_HEADER_BYTES) else {}
-        found = json.loads(header["__metadata__"][KEY])
+        found = json.loads(header.pop("__metadata__")[KEY])
         version = found["version"]
         if version == VERSION:
-            return Origin(**found | {"texts": tuple(found["texts"])})
+            origin = Origin(**found | {"texts": tuple(found["texts"])})
+            tensors = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+            told = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); make it with bitkv calibrate") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError("is not a calibration file; make one with bitkv calibrate") from None
-    raise ValueError(f"is of version {shown(version)}, this program reads {VERSION}; calibrate again")
+    if version != VERSION:
+        raise ValueError(f"is of version {shown(version)}, this program reads {VERSION}; calibrate again")
+    if size != told:
+        what = "is truncated" if size < told else "goes on behind its end"
+        raise ValueError(f"{what}: has {size:,} bytes, its header tells of {told:,}; copy it again or calibrate again")
+    _check_tensors(origin, tensors)
+    return origin
+
+
+def _check_tensors(origin: Origin, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Refuse a file without the tensors that codec/codebooks.py reads; types as safetensors names them."""
+
+    def check(name: str, dtype: str, *wanted: int | str) -> tuple[int, ...]:
+        """The shape of a tensor; where any number will do, `wanted` has a word."""
+        if name not in tensors:
+            raise ValueError(f"holds no tensor {name}; calibrate again")
+        found, shape = tensors[name]
+        same = len(shape) == len(wanted) and all(isinstance(n, str) or n == m for n, m in zip(wanted, shape, strict=True))
+        if found != dtype or not same:
+            rule = f"must be {dtype} [{', '.join(map(str, wanted))}]"
+            raise ValueError(f"holds tensor {name} as {found} {list(shape)}, {rule}; calibrate again")
+        return shape
+
+    dim, heads = origin.head_dim, (origin.layers, origin.kv_heads)
+    if any(type(n) is not int or n < 1 for n in (*heads, dim)):
+        raise ValueError("is not a calibration file; make one with bitkv calibrate")
+    for side in "KV":
+        *_, groups, stages, words, width = check(f"{side}.words", "I16", *heads, "groups", "stages", "words", "channels")
+        if groups * width != dim or stages < 1 or words < 2:
+            rule = f"of {words} words in {stages} stages for {groups} groups of {width} channels"
+            raise ValueError(f"holds tensor {side}.words {rule}, must be two words or more for {dim} channels; calibrate again")
+        check(f"{side}.unit", "F32", *heads, groups)
+        check(f"{side}.channels", "I16", *heads, dim)
+        for name in ("center", "weight"):
+            check(f"{side}.{name}", "F32", *heads, dim)
+    check("K.lost", "F32", *heads, dim)
+    if 2 * check("inv_freq", "F32", "pairs")[0] > dim:
+        raise ValueError(f"holds tensor inv_freq of more pairs than {dim} channels have; calibrate again")

@@ -23,6 +23,7 @@ from bitkv_dist.evaluate.ledger import Ledger
 from bitkv_dist.launch import flags
 from bitkv_dist.launch.display import Bar
 from bitkv_dist.parallel import mesh as meshes
+from bitkv_dist.preset import preset_names
 from bitkv_dist.text import encode_prompt, read_prompt_file
 
 BITS = {field for _, field, _ in flags.BITS}  # what flags say of the depth of all columns but exact ones
@@ -54,6 +55,7 @@ class Bench:
         found = {Path(name).stem: self.built(name, window) for name in self.asked.compare}
         if len(found) < len(self.asked.compare):
             raise ValueError(f"compare {','.join(self.asked.compare)}: two of them have the same name; rename a file")
+        self.check_presets(found, window)
         self.check_different(found)
         self.check_calibrations(found.values())
         return found
@@ -80,7 +82,8 @@ class Bench:
         cache = build(name, overrides | calibrated).cache
         if cache.codec != "exact" and self.bits:
             cache = build(name, overrides | calibrated | self.bits).cache
-        cache.check_model(self.shape.layers, self.shape.head_dim, loops=self.shape.loops)
+        shape = self.shape
+        cache.check_model(shape.layers, shape.head_dim, loops=shape.loops, kv_heads=shape.kv_heads)
         return cache
 
     def origin(self, path: str) -> Origin:
@@ -101,14 +104,26 @@ class Bench:
                 found.append(f"{name}: {cache.origin.described()}, digest {cache.origin.digest}")
         return found
 
+    def check_presets(self, columns: dict[str, CacheConfig], window: dict[str, Any]) -> None:
+        """Refuse bits that a preset does not have whose name says how many it has."""
+        names = [name for name in self.asked.compare if name in preset_names() and any(map(str.isdigit, name))]
+        for name in names if self.bits else ():
+            if columns[name] != build(name, window).cache:
+                rule = f"the name says its bits, and with {self.given_bits} it would have others"
+                remedy = "leave it out, or name a codec such as tailored or a YAML file"
+                raise ValueError(f"compare {name}: {rule}; {remedy}")
+
+    @property
+    def given_bits(self) -> str:
+        return ", ".join(f"{field} {value}" for field, value in self.bits.items())
+
     def check_different(self, columns: dict[str, CacheConfig]) -> None:
         """Refuse bits that make two columns one."""
         seen: dict[str, str] = {}
         for name, cache in columns.items() if self.bits else ():
             first = seen.setdefault(repr(cache.identity()), name)
             if first != name:
-                given = ", ".join(f"{field} {value}" for field, value in self.bits.items())
-                raise ValueError(f"compare {first},{name}: are the same cache with {given}; leave one of them out")
+                raise ValueError(f"compare {first},{name}: are the same cache with {self.given_bits}; leave one of them out")
 
     def check_calibrations(self, caches: Iterable[CacheConfig]) -> None:
         """Refuse a file of --calibration that no cache reads."""

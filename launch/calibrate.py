@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
 
     from bitkv_dist import model as models
+    from bitkv_dist.codec.codebooks import check_place
     from bitkv_dist.launch.display import Bar, Console
     from bitkv_dist.parallel import mesh as meshes
 
@@ -66,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(stderr=True, quiet=mesh.world.rank != 0, highlight=False, markup=False, soft_wrap=True)
     bar = Bar(console)
     try:
+        if mesh.world.rank == 0:
+            check_place(asked.output)
         texts = mesh.broadcast(_read(asked, config, bar) if mesh.world.rank == 0 else None)
         origin, heads = _calibrate(asked, config, mesh, texts, bar)
     finally:

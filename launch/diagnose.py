@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     model_config = models.check(run.generate.model, run.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     shape = (models.layers_of(model_config), models.head_dim_of(model_config), positions)
-    run.cache.check_model(*shape, models.loops_of(model_config))
+    run.cache.check_model(*shape, models.loops_of(model_config), model_config.num_key_value_heads)
     mesh = start(run.parallel, say=shell.say_for_all)
     dtype = getattr(torch, run.generate.dtype) if run.generate.dtype else None
     model = models.load(run.generate.model, dtype=dtype, device=mesh.world.device, weights=run.generate.weights, ranks=mesh)

@@ -44,7 +44,8 @@ _FIELDS = (
     ("--seed", "cache.seed", "seed of the rotations"),
     *flags.EVICTION,
 )
-_BITS = tuple((flag, field, f"{says.partition(';')[0]}, of all columns but exact ones") for flag, field, says in flags.BITS)
+_OF = "of all columns but exact ones; presets named by their bits take no others"
+_BITS = tuple((flag, field, f"{says.partition(';')[0]}, {_OF}") for flag, field, says in flags.BITS)
 
 
 def main(argv: list[str] | None = None) -> int:

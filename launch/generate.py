@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     model_config = models.check(config.generate.model, config.parallel.tp, shell.launched_size())
     positions = models.max_positions_of(model_config)
     shape = (models.layers_of(model_config), models.head_dim_of(model_config), positions)
-    config.cache.check_model(*shape, models.loops_of(model_config))
+    config.cache.check_model(*shape, models.loops_of(model_config), model_config.num_key_value_heads)
     mesh = meshes.start(config.parallel, say=shell.say_for_all)
     run = _Run(asked, config, mesh, positions)
     try:

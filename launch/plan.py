@@ -64,7 +64,7 @@ def make_plan(asked: argparse.Namespace, run: RunConfig) -> Plan:
     from bitkv_dist.plan import grids, machines, memory
 
     shape = model_shape(run.generate.model)
-    run.cache.check_model(shape.layers, shape.head_dim, loops=shape.loops)
+    run.cache.check_model(shape.layers, shape.head_dim, loops=shape.loops, kv_heads=shape.kv_heads)
     tp, sp = _asked_grid(asked, run)
     gpus = asked.gpus or (tp or 1) * (sp or 1)
     gpu = machines.find_gpu(asked.gpu, asked.memory, asked.bandwidth)

@@ -155,11 +155,85 @@ def test_a_rank_holds_the_books_of_its_heads(tmp_path, codec, tp, correction):
 def test_a_changed_file_is_refused(tmp_path):
     path = calibrations.make(tmp_path, heads=1, dim=16)
     tensors, origin = load_file(path), read_origin(path)
-    unit = tensors["V.unit"]
-    for changed in (unit * 2, unit.bfloat16()):
-        save_file(tensors | {"V.unit": changed}, path, {KEY: json.dumps(origin.__dict__)})
+    for changed in ({"V.unit": tensors["V.unit"] * 2}, {"V.lost": tensors["V.lost"].bfloat16()}):
+        save_file(tensors | changed, path, {KEY: json.dumps(origin.__dict__)})
         with pytest.raises(ValueError, match=r"calibration '.*': was changed after it was written; calibrate again"):
             codebooks.tensors_of(path, origin.digest, torch.device("cpu"), (0, 1))
+
+
+def test_a_file_of_another_length_is_refused_by_its_header(tmp_path):
+    """With the configuration, so before any weight; also where the header alone is whole."""
+    path = Path(calibrations.make(tmp_path, heads=1, dim=16))
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    lengths = f"its header tells of {len(whole):,}; copy it again or calibrate again"
+    cases = ((whole[:-1], "is truncated"), (whole[:header], "is truncated"), (whole + b"x", "goes on behind its end"))
+    for content, what in cases:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^cache.calibration '.*': {what}: has {len(content):,} bytes, {lengths}$"):
+            CacheConfig("tailored", 1, 1, calibration=str(path))
+    path.write_bytes(whole)
+    assert CacheConfig("tailored", 1, 1, calibration=str(path)).calibration_digest == read_origin(str(path)).digest
+
+
+OTHER_TENSORS = {  # what of a file is another, and the rule that it breaks
+    "none": ({"K.words": None}, "no tensor K.words"),
+    "no frequencies": ({"inv_freq": None}, "no tensor inv_freq"),
+    "type": ({"V.words": lambda x: x.int()}, r"V.words as I32 \[1, 2, 2, 1, 1024, 8\], must be I16 \[1, 2, groups, stages, "),
+    "rank": ({"K.words": lambda x: x[0]}, r"K.words as I16 \[2, 2, 1, 1024, 8\], must be I16 \[1, 2, groups, stages, words, "),
+    "heads": ({"K.center": lambda x: x[:, :1]}, r"K.center as F32 \[1, 1, 16\], must be F32 \[1, 2, 16\]"),
+    "layers": ({"K.lost": lambda x: x[:0]}, r"K.lost as F32 \[0, 2, 16\], must be F32 \[1, 2, 16\]"),
+    "width": ({"V.words": lambda x: x[..., :4]}, "V.words of .* for 2 groups of 4 channels, must be .* 16 channels"),
+    "one word": ({"V.words": lambda x: x[..., :1, :]}, "V.words of 1 words in 1 stages .*, must be two words or more"),
+    "groups": ({"K.unit": lambda x: x[..., :1]}, r"K.unit as F32 \[1, 2, 1\], must be F32 \[1, 2, 2\]"),
+    "frequencies": ({"inv_freq": lambda x: x.repeat(2)}, "inv_freq of more pairs than 16 channels have"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_TENSORS)
+def test_tensors_of_another_form_are_refused_by_the_header(tmp_path, case):
+    """Files written by hand, whose digest is right: their content is not looked at."""
+    changes, rule = OTHER_TENSORS[case]
+    path = calibrations.make(tmp_path, heads=2, dim=16)
+    tensors, origin = load_file(path), read_origin(path)
+    for name, change in changes.items():
+        found = tensors.pop(name)
+        tensors |= {} if change is None else {name: change(found).contiguous()}
+    codebooks.save(Path(path), origin, tensors)
+    with pytest.raises(ValueError, match=f"^cache.calibration '.*': holds .*{rule}.*; calibrate again$"):
+        CacheConfig("tailored", 1, 1, calibration=path)
+
+
+@pytest.mark.parametrize("wrong", [-1, 16, 3])
+def test_channels_that_are_no_permutation_are_refused(tmp_path, wrong):
+    path = calibrations.make(tmp_path, heads=2, dim=16)
+    tensors, origin = load_file(path), read_origin(path)
+    tensors["V.channels"][0, 1, 5] = wrong
+    digest = codebooks.save(Path(path), origin, tensors).digest
+    with pytest.raises(ValueError, match=r"its tensor V.channels must name channels 0 to 15 once for each head; calibrate"):
+        codebooks.tensors_of(path, digest, torch.device("cpu"), (0, 2))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = Path(calibrations.make(tmp_path, heads=1, dim=16))
+    before, tensors, origin = path.read_bytes(), load_file(path), read_origin(str(path))
+
+    def half(tensors, place, metadata):
+        Path(place).write_bytes(before[:100])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(codebooks, "save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        codebooks.save(path, origin, tensors)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_words_are_fp16_where_that_is_exact():
+    words = torch.tensor([[2048, -2048, 700]], dtype=torch.int16)
+    assert codebooks.as_kernels_take(words).dtype == torch.float16
+    for large in (2049, -32768):
+        kept = codebooks.as_kernels_take(torch.tensor([[3, large]], dtype=torch.int16))
+        assert kept.dtype == torch.int16 and kept.tolist() == [[3, large]]
 
 
 def test_what_is_no_calibration_file_is_refused(tmp_path):

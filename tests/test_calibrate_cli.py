@@ -16,7 +16,7 @@ from bitkv_dist.calibrated import read_origin
 from bitkv_dist.codec.codebooks import content_digest, save
 from bitkv_dist.config import build
 from bitkv_dist.kernels import dispatch
-from bitkv_dist.launch import calibrate, evaluate, generate
+from bitkv_dist.launch import calibrate, diagnose, evaluate, generate
 from bitkv_dist.launch.display import Bar, Console
 from bitkv_dist.parallel import mesh as meshes
 
@@ -147,6 +147,8 @@ def test_columns_of_an_evaluation(folder, files, tmp_path, capsys):
         (("--form", "two-stage"), "form two-stage: codec tailored has attended, weighted, unweighted, threshold"),
         (("--output", "x.bin"), "output 'x.bin': must end in .safetensors; add it"),
         (("--output", "no/such/x.safetensors"), "must be a file in an existing folder"),
+        (("--output", "/proc/x.safetensors"), "output '/proc/x.safetensors': cannot be written (No such file or directory)"),
+        (("--output", "x" * 240 + ".safetensors"), "cannot be written (File name too long); give a file in another folder"),
         (("--text", "no.txt"), "--text 'no.txt': cannot be read (No such file or directory); give a text file"),
         (("--text", "empty.txt"), "--text 'empty.txt': is empty; write text into it"),
         (("--text", "binary.txt"), "--text 'binary.txt': not UTF-8 (byte 0); convert it to UTF-8"),
@@ -201,6 +203,17 @@ def test_what_is_not_finite_is_refused(tmp_path):
     with pytest.raises(ValueError, match="values of layer 1 are not finite; check its weights, or give another --dtype"):
         call(calibrate, "--model", folder, "--codec", "residual", "--text", TALE, "--output", str(path), *QUICK)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("command", [generate, evaluate, diagnose], ids=["generate", "evaluate", "diagnose"])
+def test_a_file_of_other_kv_heads_is_refused_before_weights_load(files, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
+    sizes = {"vocab_size": 257, "head_dim": 16, "max_position_embeddings": 2048, "num_key_value_heads": 4}
+    other = str(tiny.save_tokenizer(tiny.save(tmp_path, **sizes)))
+    how = ("--codec", "residual", "--calibration", files["residual"])
+    argv = {generate: (*how, "--prompt", "x"), diagnose: how, evaluate: ("--task", "ppl", "--text", TALE, "--compare", how[3])}
+    with pytest.raises(ValueError, match=r"whose kv_heads are 2; this model's are 4; calibrate with this model"):
+        call(command, "--model", other, "--device", "cpu", *argv[command])
 
 
 def test_another_models_file_is_refused(files, tmp_path):

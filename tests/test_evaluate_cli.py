@@ -69,12 +69,22 @@ def refused(capsys, *argv: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- ppl
 
 
-def test_bits_of_all_columns(run):
-    """--kv-bits is read as `generate` reads it, and leaves exact columns exact."""
-    argv = ("--task", "ppl", "--text", HANDBOOK, "--positions", "200:300")
-    _, found = run(*argv, "--compare", "exact,2bit,minmax4", "--kv-bits", "2")
-    assert [round(row["stored_bits"], 3) for row in found["rows"]] == [32.0, 2.5, 2.75]
+def test_bits_of_all_columns(run, tmp_path):
+    """--kv-bits is read as `generate` reads it, leaves exact columns exact, and a preset with these very bits as it is."""
+    argv, plain = ("--task", "ppl", "--text", HANDBOOK, "--positions", "200:300"), tmp_path / "plain.yaml"
+    plain.write_text("cache: {codec: minmax, key_bits: 4, value_bits: 4}\n")
+    _, found = run(*argv, "--compare", f"exact,2bit,{plain}", "--kv-bits", "2")
+    assert [(row["codec"], round(row["stored_bits"], 3)) for row in found["rows"]] == [
+        ("exact", 32.0), ("2bit", 2.5), ("plain", 2.75)
+    ]  # fmt: skip
 
+
+def test_bits_that_make_two_columns_one(capsys, folder, no_model, tmp_path):
+    for name, bits in (("one", 1), ("two", 2)):
+        (tmp_path / f"{name}.yaml").write_text(f"cache: {{key_bits: {bits}, value_bits: {bits}}}\n")
+    argv = ("--model", folder, "--device", "cpu", "--text", HANDBOOK, "--task", "ppl", "--kv-bits", "3")
+    message = refused(capsys, *argv, "--compare", f"{tmp_path}/one.yaml,{tmp_path}/two.yaml")
+    assert message == "compare one,two: are the same cache with cache.kv_bits 3; leave one of them out"
 
 
 def test_ppl_rows_and_table(run, tmp_path):
@@ -214,7 +224,9 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
         (("--task", "ppl", "--depths", "0.5"), "--depths: task ppl does not read it; leave it out or use --task retrieval"),
         (("--task", "ppl", "--recent-tokens", "-1"), "cache.recent_tokens -1"),
         (("--task", "ppl", "--compare", "exact,2bit", "--kv-bits", "5"), "cache.kv_bits 5: codec planes stores 1"),
-        (("--task", "ppl", "--compare", "2bit,4bit", "--kv-bits", "3"), "compare 2bit,4bit: are the same cache with"),
+        (("--task", "ppl", "--compare", "1bit,exact", "--kv-bits", "3"), "compare 1bit: the name says its bits, and with"),
+        (("--task", "ppl", "--compare", "tiered4", "--kv-bits", "4"), "compare tiered4: the name says its bits"),
+        (("--task", "retrieval", "--compare", "exact,minmax4", "--key-bits", "2"), "compare minmax4: the name says its bits"),
         (("--task", "drift", "--config", "minmax2", "--key-bits", "3"), "cache.key_bits 3: codec minmax stores 2, 4, 8"),
         (("--task", "ppl", "--plot", "/no/such/folder/p.png"), "/no/such/folder/p.png"),
         (("--task", "retrieval", "--depths", "1.5"), "depths 1.5: must be between 0"),

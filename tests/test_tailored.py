@@ -203,6 +203,9 @@ def test_another_models_file_is_refused(served, files):
         config_of(files["tailored"]).check_model(2, DIM)
     with pytest.raises(ValueError, match=r"whose head_dim are 32; this model's are 64"):
         config_of(files["tailored"]).check_model(1, 64)
+    with pytest.raises(ValueError, match=r"whose kv_heads are 2; this model's are 4; calibrate with this model"):
+        config_of(files["tailored"]).check_model(1, DIM, kv_heads=4)
+    config_of(files["tailored"]).check_model(1, DIM, kv_heads=2)
 
 
 def test_training_takes_the_file_of_its_model_alone(served):

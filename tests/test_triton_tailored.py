@@ -10,6 +10,7 @@ import pytest
 import simulated
 import tiny
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("triton")
 
@@ -20,6 +21,8 @@ from triton_pages import assert_same_attention
 
 from bitkv_dist import model
 from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
+from bitkv_dist.calibrated import read_origin
+from bitkv_dist.codec import codebooks
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.codec.tailored import TailoredCodec
 from bitkv_dist.codec.tailored_triton import TailoredCodecTriton
@@ -173,6 +176,10 @@ def test_what_the_kernel_does_not_serve_is_named(folder, tmp_path):
 
     assert unserved(file_of(folder, 136), 136) == "head_dim 136"
     assert unserved(file_of(folder, 16), 16, eviction="heavy", eviction_keep=0.25) == "eviction: heavy"
+    tensors = load_file(file_of(folder, 16))
+    tensors["V.words"][0, 1, 1, 0, 7, 3] = 2049
+    codebooks.save(tmp_path / "large.safetensors", read_origin(file_of(folder, 16)), tensors)
+    assert unserved(str(tmp_path / "large.safetensors"), 16) == "codebooks of numbers above 2048"
     threshold = calibrations.make(tmp_path, "tailored", "threshold", heads=HEADS, dim=16)
     assert unserved(threshold, 16) == "codebooks of other than 8 channels"
     mine, plain = (codec_of(kernels, threshold, 16, 64) for kernels in ("triton", "reference"))

@@ -26,16 +26,37 @@ from bitkv_dist.codec.books import Books
 from bitkv_dist.codec.interface import HeadShape
 
 BOOK_FIELDS = ("words", "unit", "channels", "center", "weight")
+MOST_EXACT = 2048  # whole numbers up to it are exact in fp16
+
+
+def check_place(path: Path) -> None:
+    """ValueError where `save` could not write the file: asked before the fit, which would be lost."""
+    draft = draft_of(path)
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise ValueError(f"output {str(path)!r}: cannot be written ({error.strerror}); give a file in another folder") from None
+
+
+def draft_of(path: Path) -> Path:
+    """What becomes the file when it is whole."""
+    return path.with_name(path.name + ".part")
 
 
 def save(path: Path, origin: Origin, tensors: Mapping[str, torch.Tensor]) -> Origin:
-    """Writes the file; returns `origin` with its digest."""
+    """Writes the file, whole or not at all; returns `origin` with its digest."""
     tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     origin = replace(origin, digest=content_digest(origin, tensors))
-    save_file(tensors, path, {KEY: json.dumps(origin.record())})
-    mask = os.umask(0)
+    draft, mask = draft_of(path), os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)  # safetensors writes it for its owner alone, whatever the umask
+    try:
+        save_file(tensors, draft, {KEY: json.dumps(origin.record())})
+        draft.chmod(0o666 & ~mask)  # safetensors writes it for its owner alone, whatever the umask
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     return origin
 
 
@@ -54,16 +75,27 @@ def tensors_of(path: str, digest: str, device: torch.device, heads: tuple[int, i
     half-open range BOOK_FIELDS of both sides and K.lost. No other head's stays in memory. ValueError where the
     file's content is another."""
     try:
-        whole = load_file(path)
+        origin, whole = read_origin(path), load_file(path)
     except (OSError, SafetensorError):
         raise ValueError(f"cache.calibration {path!r}: is truncated or cannot be read; calibrate again") from None
-    if content_digest(read_origin(path), whole) != digest:
+    except ValueError as error:
+        raise ValueError(f"cache.calibration {path!r}: {error}") from None
+    if content_digest(origin, whole) != digest:
         raise ValueError(f"cache.calibration {path!r}: was changed after it was written; calibrate again")
+    for name in ("K.channels", "V.channels"):
+        if (whole[name].sort(-1).values != torch.arange(origin.head_dim)).any():
+            rule = f"must name channels 0 to {origin.head_dim - 1} once for each head"
+            raise ValueError(f"cache.calibration {path!r}: its tensor {name} {rule}; calibrate again")
     names = ["K.lost", *(f"{side}.{name}" for side in "KV" for name in BOOK_FIELDS)]
     own = {name: whole[name][:, slice(*heads)].clone().to(device) for name in names}
-    if device.type == "cuda":  # words as the kernels take them: whole numbers that fp16 holds exactly
-        own |= {name: tensor.half() for name, tensor in own.items() if name.endswith(".words")}
+    if device.type == "cuda":
+        own |= {name: as_kernels_take(tensor) for name, tensor in own.items() if name.endswith(".words")}
     return own | {"inv_freq": whole["inv_freq"].clone().to(device)}
+
+
+def as_kernels_take(words: torch.Tensor) -> torch.Tensor:
+    """Words int16 as fp16, the same numbers in as many bytes; as they are where fp16 does not hold them all exactly."""
+    return words.half() if words.int().abs().amax() <= MOST_EXACT else words
 
 
 class LayerBooks:

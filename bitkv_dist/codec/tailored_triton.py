@@ -9,6 +9,7 @@ import torch
 
 from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.books import Books
+from bitkv_dist.codec.codebooks import MOST_EXACT, as_kernels_take
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.codec.tailored import TailoredCodec
 from bitkv_dist.kernels import triton
@@ -16,7 +17,6 @@ from bitkv_dist.partial import Partial, merge
 
 WIDTH = 8  # channels of a word
 MOST_DIM = 128
-MOST_EXACT = 2048  # whole numbers up to it are exact in fp16
 
 
 class TailoredCodecTriton(TailoredCodec):
@@ -28,7 +28,7 @@ class TailoredCodecTriton(TailoredCodec):
         self.takes_tables = self.unserved is None
         if self.takes_tables:
             for books in self.books.values():
-                books.words = books.words.to(torch.float16)  # the same numbers in as many bytes; encoding reads them as fp32
+                books.words = as_kernels_take(books.words)  # encoding reads them as fp32
             self.pages = self.word_pages()
             tables = (*self.pages.keys[1:], *self.pages.values[1:], self.pages.place_turns)
             self.book_bytes += sum(table.nbytes for table in tables)
@@ -40,7 +40,7 @@ class TailoredCodecTriton(TailoredCodec):
             return f"codebooks of other than {WIDTH} channels"
         if dim > MOST_DIM:
             return f"head_dim {dim}"
-        if any(books.words.abs().amax() > MOST_EXACT for books in self.books.values()):
+        if any(as_kernels_take(books.words).dtype != torch.float16 for books in self.books.values()):
             return f"codebooks of numbers above {MOST_EXACT}"
         if keys.center.any():
             return "codebooks of centred keys"

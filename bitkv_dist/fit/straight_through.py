@@ -35,7 +35,7 @@ def straight_through(model: PreTrainedModel, config: CacheConfig) -> Iterator[No
     sizes = shape.num_hidden_layers, 0, shape.num_key_value_heads, dim
     fingerprint = f"{fingerprint_of(model):016x}" if config.calibration else None
     heads = HeadShape(*sizes, parameter.dtype, parameter.device, fingerprint=fingerprint)
-    config.check_model(shape.num_hidden_layers, dim)
+    config.check_model(shape.num_hidden_layers, dim, kv_heads=shape.num_key_value_heads)
     if config.eviction != "none":
         raise ValueError(f"cache.eviction {config.eviction}: a training forward sees all tokens; set it to none")
     codecs = [make_codec(config.for_layer(index), heads, index) for index in range(shape.num_hidden_layers)]
