@@ -9,6 +9,7 @@ import pytest
 import simulated
 import tiny
 import torch
+from calibrations import call
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,6 @@ from bitkv_dist.config import build
 from bitkv_dist.kernels import dispatch
 from bitkv_dist.launch import calibrate, diagnose, evaluate, generate
 from bitkv_dist.launch.display import Bar, Console
-from bitkv_dist.parallel import mesh as meshes
 
 DATA = Path(__file__).parent / "data"
 TALE, HANDBOOK = str(DATA / "tale.txt"), str(DATA / "handbook.txt")
@@ -33,14 +33,6 @@ def save_model(place: Path, seed: int = 0) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("a model's folder"))
-
-
-def call(command, *argv: str) -> None:
-    try:
-        assert command.main(list(argv)) == 0
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()
 
 
 @pytest.fixture(scope="module")

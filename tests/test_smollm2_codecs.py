@@ -6,22 +6,14 @@ import pydoc_data.topics
 from pathlib import Path
 
 import pytest
+from calibrations import call
 
 from bitkv_dist.launch import calibrate, evaluate
-from bitkv_dist.parallel import mesh as meshes
 
 DATA = Path(__file__).parent / "data"
 TEXTS = (str(DATA / "handbook.txt"), argparse.__file__, str(DATA / "tale.txt"))
 QUICK = ("--tokens", "6144", "--window", "2048", "--vectors", "4096", "--iterations", "3", "--device", "cpu")
 UNIFORM = "cache: {codec: minmax, key_bits: 2, value_bits: 2, key_group_tokens: 128, value_group_channels: 64}\n"
-
-
-def call(command, *argv: str) -> None:
-    try:
-        assert command.main(list(argv)) == 0
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()
 
 
 @pytest.mark.slow
