@@ -7,6 +7,7 @@ import json
 import runpy
 from pathlib import Path
 
+import commands
 import pytest
 import ranks
 import simulated
@@ -25,7 +26,6 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.trace import trace
 from bitkv_dist.fit.straight_through import straight_through
 from bitkv_dist.launch import evaluate, generate
-from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.plan.memory import Job, every_rank
 from bitkv_dist.plan.models import from_config
 from bitkv_dist.schedule import LayerConfig
@@ -275,28 +275,21 @@ def test_planned_bytes_are_those_of_a_run(small, size):
 # ------------------------------------------------------------------------------------------------- the command lines
 
 
-@pytest.fixture
-def close_mesh():
-    yield
-    if meshes.current() is not None:
-        meshes.current().close()
-
-
-def test_generate_with_the_preset(folder, tmp_path, close_mesh, capsys):
+def test_generate_with_the_preset(folder, tmp_path):
     (tmp_path / "prompt").write_text("a looped model reads this. " * 40)
     prompt = ["--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "4", "--ignore-eos", "--device", "cpu"]
-    assert generate.main(["--model", str(folder), "--config", "looped", "--json", str(tmp_path / "report"), *prompt]) == 0
+    commands.call(generate, "--model", folder, "--config", "looped", "--json", tmp_path / "report", *prompt)
     report = json.loads((tmp_path / "report").read_text())
     assert report["kv"]["codec"] == "looped" and report["kv"]["ratio"] > 5
     assert report["kv"]["sealed_tokens"] > 0 and report["kv"]["read_bits_per_element"] > report["kv"]["stored_bits_per_element"]
     assert "codec looped is attended to in plain torch" in report["kernel"]["reason"]
 
 
-def test_evaluate_beside_other_codecs(folder, tmp_path, close_mesh, capsys):
+def test_evaluate_beside_other_codecs(folder, tmp_path):
     text = str(ranks.ROOT / "tests" / "data" / "tale.txt")
     asked = ["--text", text, "--positions", "256:384", "--compare", "exact,looped,2bit", "--json", str(tmp_path / "found")]
     window = ["--page-tokens", "64", "--sink-tokens", "64", "--recent-tokens", "64", "--device", "cpu"]
-    assert evaluate.main(["--model", str(folder), "--task", "ppl", *asked, *window]) == 0
+    commands.call(evaluate, "--model", folder, "--task", "ppl", *asked, *window)
     kl = {row["codec"]: row["kl"] for row in json.loads((tmp_path / "found").read_text())["rows"]}
     assert 0 == kl["exact"] < kl["looped"] < kl["2bit"]
 
