@@ -45,31 +45,17 @@ HEADS = HeadShape(6, 0, 2, 32, torch.float32, group=2, loops=3)  # 2 layers of w
 BENCHMARK = ranks.ROOT / "benchmarks" / "looped.py"
 
 
-def contracting(folder: Path, branch: float = 0.05, **sizes) -> Path:
-    """A random model of 4 loops in which a loop changes little, as in a trained one: what attention and MLP add to the hidden
-    state is `branch` of it. By construction, not by training: benchmarks/looped.py has a trained one."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 4} | sizes
-    model = AutoModelForCausalLM.from_pretrained(tiny.save(folder, "ouro", **sizes), dtype=torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight /= model.model.embed_tokens.weight.std()
-        for layer in model.model.layers:
-            layer.input_layernorm_2.weight.fill_(branch)
-            layer.post_attention_layernorm_2.weight.fill_(branch)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """2 layers of weights in 4 loops."""
-    return tiny.save_tokenizer(contracting(tmp_path_factory.mktemp("ouro"), vocab_size=257))
+    return tiny.save_tokenizer(tiny.contracting(tmp_path_factory.mktemp("ouro"), vocab_size=257))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """2 layers of weights in 2 loops, 2 query heads per KV head: what takes many steps."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "total_ut_steps": 2}
-    return contracting(tmp_path_factory.mktemp("small"), **sizes)
+    return tiny.contracting(tmp_path_factory.mktemp("small"), **sizes)
 
 
 @functools.cache
