@@ -43,7 +43,7 @@ def flags(folder: Path, *argv: object, prompts: list[str] = PROMPTS) -> list[str
 
 
 @pytest.fixture
-def run(folder, tmp_path, capsys):
+def run(folder, tmp_path):
     """The report of a run in this process."""
 
     def call(*argv: object, prompts: list[str] = PROMPTS) -> dict:

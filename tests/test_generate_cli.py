@@ -232,7 +232,7 @@ def test_turns_are_appended_to_the_cache(run, reference, tokenizer, monkeypatch)
     assert out == "".join(f"{text}\n" for text in report["text"])
 
 
-def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch, capsys):
+def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * POSITIONS + "\nshort\n"))
     _, report = run("--interactive", "--no-chat", "--max-new-tokens", "2", "--prompt", "a")
     assert report["prompt_tokens"] == [1, 5]
