@@ -233,9 +233,12 @@ def test_turns_are_appended_to_the_cache(run, reference, tokenizer, monkeypatch)
 
 
 def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch):
+    said = []
+    monkeypatch.setattr("bitkv_dist.launch.dialogue.say", said.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * POSITIONS + "\nshort\n"))
     _, report = run("--interactive", "--no-chat", "--max-new-tokens", "2", "--prompt", "a")
     assert report["prompt_tokens"] == [1, 5]
+    assert len(said) == 1 and f"has {POSITIONS} positions" in said[0]
 
 
 class _Alone:
