@@ -220,8 +220,8 @@ def test_attend_agrees_with_the_reference(dim):
             assert torch.equal(m[1], wanted.m[1]) and not l[1].any() and not o[1].any(), where
             torch.testing.assert_close(m, wanted.m, atol=1e-5, rtol=0, msg=str(where))
             assert relative(l, wanted.l) < 1e-5, where
-            for granule in (0, 2):
-                assert relative(o[granule], wanted.o[granule]) < 2e-4, where
+            for granule in (0, 2):  # a weight between two integers may become the other one
+                assert relative(o[granule], wanted.o[granule]) < 1e-3, where
             assert refined == (0 if wanted.refined is None else int(wanted.refined.any(3).sum())), where
 
 

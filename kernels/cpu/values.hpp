@@ -24,9 +24,9 @@ inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o
         UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(o + r * dim + d) : Sixteen{};
         UNROLLED for (int64_t page = 0; page < pages; ++page) {
             const Sixteen center = load_halves(u.centroid(l, VALUES, page) + 2 * d);
-            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[page].row[r], sum[r]);
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, sixteen(mass[page].row[r]), sum[r]);
             UNROLLED for (int r = 0; r < ROWS; ++r)
-                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[page].row[r], sum[r]);
+                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), sixteen(size[page].row[r]), sum[r]);
         }
         UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d, sum[r]);
     }
@@ -246,7 +246,7 @@ inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor,
                 peak = u.peak[row] != u.peak[row] ? NAN : peak > left ? peak : left;
             }
             for (int64_t i = 0; i < whole; i += 16) store16(to + i, exp2_fast(load16(to + i) - peak));
-            m[row] = peak, factor[row] = exp2_fast(u.shift(row) - peak), far |= !(std::fabs(u.shift(row) - peak) < 32.0f);
+            m[row] = peak, factor[row] = exp2_fast(u.shift[row] - peak), far |= !(std::fabs(u.shift[row] - peak) < 32.0f);
         }
     }
     return far;
@@ -264,7 +264,7 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     if (far) {  // p may have lost what now counts
         soften<V>(l, u, room(s.log_sum_exp, u.rows), ahead);
         for (int64_t row = 0; row < u.rows; ++row) {
-            if (std::fabs(u.shift(row) - m[row]) < 32.0f) continue;
+            if (std::fabs(u.shift[row] - m[row]) < 32.0f) continue;
             for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], exp2_fast(load16(&u.scores[t]) - m[row]));
             factor[row] = 1.0f;
         }
