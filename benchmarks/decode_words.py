@@ -19,15 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
+import random_books
 import torch
 from decode_attention import REST_S, packed_cache, query, timed
 from streaming import stream_gb_s
 
 from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig
-from bitkv_dist.calibrated import VERSION, Origin
-from bitkv_dist.codec.codebooks import save
 from bitkv_dist.codec.interface import HeadShape, make_codec
-from bitkv_dist.codec.rope import channel_pairs
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import lane_width
@@ -50,26 +48,6 @@ def parse() -> argparse.Namespace:
     if args.context % GRANULE_TOKENS:
         parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}")
     return args
-
-
-def made_up_books(folder: Path, args: argparse.Namespace) -> str:
-    """The path of a calibration file of random words."""
-    layers, heads, dim = args.layers, args.kv_heads, args.head_dim
-    even = {"center": torch.zeros(layers, heads, dim), "weight": torch.ones(layers, heads, dim)}
-    channels = {"K": channel_pairs(dim // 2, dim).flatten(), "V": torch.arange(dim)}
-    tensors = {"inv_freq": 10000.0 ** -(torch.arange(dim // 2) / (dim // 2)), "K.lost": torch.full((layers, heads, dim), 0.05)}
-    for side in "KV":
-        generator = torch.Generator().manual_seed(ord(side))
-        words = 150 * torch.randn(layers, heads, dim // 8, 1, 1024, 8, generator=generator)
-        tensors |= {f"{side}.{name}": tensor.clone() for name, tensor in even.items()} | {
-            f"{side}.words": words.round().clamp(-700, 700).to(torch.int16),
-            f"{side}.unit": torch.full((layers, heads, dim // 8), 1 / 150),
-            f"{side}.channels": channels[side].to(torch.int16).expand(layers, heads, dim).contiguous(),
-        }
-    whole = "all KV heads"
-    origin = Origin(VERSION, "tailored", "weighted", "made-up", "0" * 16, layers, heads, dim, 1.0, whole, (), 0, 0, {}, "")
-    save(folder / "books.safetensors", origin, tensors)
-    return str(folder / "books.safetensors")
 
 
 class Layers:
@@ -145,7 +123,7 @@ def main() -> None:
     dispatch.use(args.isa or "auto")
     name, _ = dispatch.backend(torch.device("cpu"))
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        found = compare(args, made_up_books(Path(folder), args))
+        found = compare(args, random_books.write(Path(folder, "books.safetensors"), args.kv_heads, args.head_dim, args.layers))
     print(json.dumps(vars(args) | {"kernels": name, "torch": torch.__version__} | found))
 
 

@@ -10,9 +10,10 @@ import torch
 from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount
 from bitkv_dist.kernels.cpu.step import View
-from bitkv_dist.layer import PackedLayer, digest
+from bitkv_dist.layer import PackedLayer
 from bitkv_dist.loops import looped_layers
 from bitkv_dist.partial import Partial, root
+from bitkv_dist.sealing import digest
 from bitkv_dist.shortage import needing
 from bitkv_dist.tables import StepTables
 

@@ -14,18 +14,15 @@ from bitkv_dist.cache import PackedCache, Shard, Step
 from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
 from bitkv_dist.config import GenerateConfig
+from bitkv_dist.fitting import choose_prefill, saying_what_fits
 from bitkv_dist.graph import CudaGraphs, Recorder, StepGraph
-from bitkv_dist.kernels import dispatch
 from bitkv_dist.model import ServedModel
 from bitkv_dist.parallel import digest
 from bitkv_dist.parallel.exchange import Exchange, combine
 from bitkv_dist.parallel.mesh import Mesh
-from bitkv_dist.plan.memory import Job
-from bitkv_dist.plan.models import from_config
-from bitkv_dist.plan.room import fitting_prefill, free_bytes, needed_bytes, ways_out
+from bitkv_dist.plan.room import free_bytes
 from bitkv_dist.prompt import fitting_heads
 from bitkv_dist.sampling import Sampler, eos_ids
-from bitkv_dist.shortage import OutOfMemory, advice, needing
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 REASONS = {STOP: "stop", LENGTH: "length"}
@@ -119,7 +116,7 @@ class Engine:
         keep = keep and self.cache is not None
         begun = self.histories if keep else [[] for _ in prompts]
         lengths = [len(history) + len(prompt) for history, prompt in zip(begun, prompts, strict=True)]
-        with torch.inference_mode(), self.saying_what_fits(lengths):
+        with torch.inference_mode(), saying_what_fits(self, lengths):
             started = time.perf_counter()
             waiting = (pending for sequence, pending in enumerate(self.pending) if keep or sequence not in self.ended)
             held = self.cached_tokens() + sum(map(len, waiting)) if keep or fill else 0
@@ -133,19 +130,6 @@ class Engine:
             result = self.decode(logits, prompts, on_token, started, on_step or ignore, answered)
             result.prefilled_tokens = prefilled
             return result
-
-    @contextmanager
-    def saying_what_fits(self, lengths: list[int]) -> Iterator[None]:
-        """Whoever runs out of memory meanwhile learns which tensor it was for and what would fit; lengths: tokens of each
-        sequence without its answer. Asks no other rank."""
-        try:
-            with needing("temporaries"):
-                yield
-        except OutOfMemory as error:
-            job, grid = self.job(lengths, self.prefill), (self.mesh.tp, self.mesh.sp)
-            needed, room = needed_bytes(job, *grid), self.room_bytes
-            ways = ways_out(job, *grid, needed - 1 if room is None else room)
-            raise OutOfMemory(error.tensor, error.size, advice(needed, room, ways)) from error
 
     def cached_tokens(self) -> int:
         """Tokens of all sequences that the cache holds."""
@@ -164,7 +148,8 @@ class Engine:
                 raise ValueError("prefill packed: depends on the cache, so that several cannot share one; use exact")
             return self.model.head(prefill.packed(self.model, self.cache, prompts, self.config.chunk, progress))
         caches = [self.cache, *(engine.cache for engine in others)]
-        last = prefill.exact(self.model, caches, prompts, self.rounds(prompts), progress, self.fitting_heads(prompts))
+        rounds, at_once = prefill.rounds(prompts, self.config.chunk, self.mesh.sp), self.fitting_heads(prompts)
+        last = prefill.exact(self.model, caches, prompts, rounds, progress, at_once)
         owners = [
             placement.owner((len(prompt) - 1) // GRANULE_TOKENS, sequence, self.mesh.sp)
             for sequence, prompt in enumerate(prompts)
@@ -184,7 +169,7 @@ class Engine:
         )  # fmt: skip
         self.cache = self.graph = None  # the old one makes room first
         self.room_bytes = free_bytes(self.model.device, self.mesh.world.local_size)
-        self.prefill = self.choose_prefill(prompts)
+        self.prefill = choose_prefill(self, prompts)
         self.cache = PackedCache(self.cache_config, self.heads, len(prompts), shard, self.audit)
         if self.config.graph and not self.cache.takes_tables:
             raise ValueError("generate.graph true: plain torch attends to this cache (see kernel.reason); leave it false")
@@ -202,26 +187,6 @@ class Engine:
         limit, heads = self.config.prefill_memory_gb, self.heads
         shape = (heads.kv_heads, heads.head_dim, heads.dtype.itemsize)
         return fitting_heads(None if limit is None else limit * 1e9, list(map(len, prompts)), shape, self.mesh.sp)
-
-    def choose_prefill(self, prompts: list[list[int]]) -> str:
-        """exact or packed; `auto` is exact where every rank has room for it, taking all prompts for as long as the longest."""
-        if self.config.prefill != "auto":
-            return self.config.prefill
-        try:
-            self.fitting_heads(prompts)
-        except ValueError:
-            return "packed"
-        free = self.mesh.gather_objects(self.room_bytes)
-        return fitting_prefill(self.job(list(map(len, prompts)), "exact"), self.mesh.tp, self.mesh.sp, free)
-
-    def job(self, lengths: list[int], prefill: str) -> Job:
-        """What the planner is asked about: as many sequences, each as long as the longest, with its answer."""
-        model = self.model
-        context = min(max(lengths) + self.config.max_new_tokens, model.max_positions)
-        shape = from_config(model.name, model.config, model.head_dim, model.max_positions)
-        kept = {"prefill_memory_gb": self.config.prefill_memory_gb, "layout": self.mesh.split.layout}
-        kept["compiled"] = dispatch.backend(model.device)[0] != dispatch.REFERENCE
-        return Job(shape, self.cache_config, context, len(lengths), model.dtype, prefill, self.config.chunk, **kept)
 
     def append(self, prompts: list[list[int]], progress: prefill.Progress) -> torch.Tensor:
         """The next turn of every sequence on top of the cache, as a packed prefill; fp32 logits [sequences, vocab]."""
@@ -247,20 +212,6 @@ class Engine:
         """Room for prompts of these lengths, what is cached included, and for the tokens to come."""
         for sequence, length in enumerate(lengths):
             self.cache.reserve(sequence, min(length + self.config.max_new_tokens, self.model.max_positions))
-
-    def rounds(self, prompts: list[list[int]]) -> list[list[prefill.Part | None]]:
-        """The schedule of an exact prefill: in each round, the (sequence, first token, tokens) of every sequence rank."""
-        chunk, ranks = self.config.chunk, self.mesh.sp
-        pieces = [(sequence, piece) for sequence, prompt in enumerate(prompts) for piece in range(-(-len(prompt) // chunk))]
-        schedule = []
-        for group in placement.rounds(pieces, GRANULE_TOKENS // chunk, ranks):
-            parts: list[prefill.Part | None] = [None] * ranks
-            for sequence, piece in group:
-                start = piece * chunk
-                rank = placement.owner(start // GRANULE_TOKENS, sequence, ranks)
-                parts[rank] = (sequence, start, min(chunk, len(prompts[sequence]) - start))
-            schedule.append(parts)
-        return schedule
 
     def check_lengths(self, prompts: list[list[int]], held_tokens: list[int]) -> None:
         """held_tokens: what the cache keeps of each sequence before its prompt."""

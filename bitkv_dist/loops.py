@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bitkv_dist.layer import PAGES_AT_ONCE, PackedLayer
+from bitkv_dist.layer import PackedLayer
+from bitkv_dist.sealing import PAGES_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,13 +6,29 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from bitkv_dist import placement
 from bitkv_dist.cache import PackedCache, Step
+from bitkv_dist.cache_config import GRANULE_TOKENS
 from bitkv_dist.heap import return_large_blocks
 from bitkv_dist.model import ServedModel
 from bitkv_dist.shortage import needing
 
 Progress = Callable[[float, int], None]  # (prompt tokens done, of all), called often
 Part = tuple[int, int, int]  # sequence, first token, tokens
+
+
+def rounds(prompts: list[list[int]], chunk: int, ranks: int) -> list[list[Part | None]]:
+    """The schedule of an exact prefill in chunks of so many tokens: in each round, the part of every sequence rank."""
+    pieces = [(sequence, piece) for sequence, prompt in enumerate(prompts) for piece in range(-(-len(prompt) // chunk))]
+    schedule = []
+    for group in placement.rounds(pieces, GRANULE_TOKENS // chunk, ranks):
+        parts: list[Part | None] = [None] * ranks
+        for sequence, piece in group:
+            start = piece * chunk
+            rank = placement.owner(start // GRANULE_TOKENS, sequence, ranks)
+            parts[rank] = (sequence, start, min(chunk, len(prompts[sequence]) - start))
+        schedule.append(parts)
+    return schedule
 
 
 def run_layer(

@@ -13,7 +13,6 @@ from bitkv_dist.fit import sample
 from bitkv_dist.fit.books import Fit, fit_layer
 from bitkv_dist.fit.sample import Window, turned
 from bitkv_dist.model import ServedModel
-from bitkv_dist.parallel import mesh as meshes
 
 FORM = {codec: forms[0] for codec, forms in FORMS.items()}
 PAGE = 64
@@ -73,12 +72,3 @@ def keys(heads: int, pages: int, dim: int, seed: int = 0, first: int = 0) -> tup
     made = window(heads, count, dim, seed)
     paged = (x.unflatten(1, (-1, PAGE)).transpose(0, 1)[first:].contiguous() for x in (turned(rope_of(dim), made.k), made.v))
     return tuple(paged)
-
-
-def call(command, *argv: str) -> None:
-    """A command of the shell, in this process; its process group is closed afterwards."""
-    try:
-        assert command.main(list(argv)) == 0
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()

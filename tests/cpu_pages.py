@@ -12,6 +12,19 @@ from bitkv_dist.kernels import cpu, reference
 from bitkv_dist.rotation import layer_signs
 
 KV_HEADS = 2
+KINDS = {  # of pages: what becomes of normal numbers [.., P, D]
+    "normal": lambda x: x,
+    "outliers": lambda x: torch.where(torch.rand_like(x) < 0.02, 60 * x, x) + 200 * (torch.arange(x.shape[-1]) % 32 == 3),
+    "constant": lambda x: torch.full_like(x, 2.0),
+    "rows": lambda x: x[..., :1].expand_as(x),
+    "one ulp off": lambda x: torch.full_like(x, 2.0).index_fill_(-1, torch.tensor([5]), 2.0 + 2**-22),
+    "zeros": lambda x: torch.where(x > 0, 0.0, -0.0),
+    "tiny": lambda x: x * 1e-30,
+    "huge": lambda x: x.sign() * 40_000,
+    "overflowing": lambda x: x * 1e20,
+    "spread": lambda x: x * torch.logspace(-9, 6, x.shape[-2])[:, None],
+    "some rows zero": lambda x: torch.where(torch.arange(x.shape[-2])[:, None] % 3 == 0, 0.0, x),
+}
 
 
 @pytest.fixture(params=cpu.ISAS, autouse=True)

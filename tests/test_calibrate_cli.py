@@ -9,7 +9,7 @@ import pytest
 import simulated
 import tiny
 import torch
-from calibrations import call
+from commands import call
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

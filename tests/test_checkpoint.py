@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import tiny
 from ranks import environment, free_port, launched
 
 from bitkv_dist.launch import generate
 from bitkv_dist.launch.checkpoints import Checkpoints
-from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.snapshot import pieces
 from bitkv_dist.snapshot.folder import MANIFEST
 
@@ -43,16 +43,12 @@ def flags(folder: Path, *argv: object, prompts: list[str] = PROMPTS) -> list[str
 
 
 @pytest.fixture
-def run(folder, tmp_path, capsys):
+def run(folder, tmp_path):
     """The report of a run in this process."""
 
     def call(*argv: object, prompts: list[str] = PROMPTS) -> dict:
         report = tmp_path / "report.json"
-        try:
-            assert generate.main(flags(folder, "--json", report, *argv, prompts=prompts)) == 0
-        finally:
-            if meshes.current() is not None:
-                meshes.current().close()
+        commands.call(generate, *flags(folder, "--json", report, *argv, prompts=prompts))
         return json.loads(report.read_text())
 
     return call

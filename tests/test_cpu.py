@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
+from cpu_pages import KINDS, KV_HEADS, Pages, isa, queries, signs  # noqa: F401
 
 from bitkv_dist.cache_config import CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape, make_codec
@@ -20,19 +20,6 @@ pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.reason())
 
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)  # C20
 DEPTHS = [(bits, scan) for bits in (1, 2, 3, 4, 8) for scan in range(1, bits + 1)]
-KINDS = {
-    "normal": lambda x: x,
-    "outliers": lambda x: torch.where(torch.rand_like(x) < 0.02, 60 * x, x) + 200 * (torch.arange(x.shape[-1]) % 32 == 3),
-    "constant": lambda x: torch.full_like(x, 2.0),
-    "rows": lambda x: x[..., :1].expand_as(x),
-    "one ulp off": lambda x: torch.full_like(x, 2.0).index_fill_(-1, torch.tensor([5]), 2.0 + 2**-22),
-    "zeros": lambda x: torch.where(x > 0, 0.0, -0.0),
-    "tiny": lambda x: x * 1e-30,
-    "huge": lambda x: x.sign() * 40_000,
-    "overflowing": lambda x: x * 1e20,
-    "spread": lambda x: x * torch.logspace(-9, 6, x.shape[-2])[:, None],
-    "some rows zero": lambda x: torch.where(torch.arange(x.shape[-2])[:, None] % 3 == 0, 0.0, x),
-}
 
 
 def both(pages: Pages, q: torch.Tensor, records: torch.Tensor, valid: torch.Tensor, rule: reference.Selection | None):

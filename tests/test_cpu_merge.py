@@ -1,11 +1,11 @@
 """What the C++ kernels do with partials: the merge tree, the end of a decode step; and that threads change nothing."""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from cpu_pages import KV_HEADS, Pages, isa, queries, signs  # noqa: F401
+from granule_partials import assert_is_tree, equal, granules
 
 from bitkv_dist import partial
 from bitkv_dist.kernels import cpu, reference
@@ -15,30 +15,13 @@ from bitkv_dist.partial import Partial
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason=cpu.reason())
 
 
-def granules(count: int, dim: int = 24) -> Partial:
-    """Random partials [count, 2, 3] of granules, every seventh row empty with NaN in it."""
-    m, l, o = 8 * torch.randn(count, 2, 3), torch.rand(count, 2, 3) + 0.5, torch.randn(count, 2, 3, dim)
-    hole = torch.arange(m.numel()).view_as(m) % 7 == 3
-    return Partial(m.masked_fill(hole, -math.inf), l.masked_fill(hole, math.nan), o.masked_fill(hole.unsqueeze(-1), math.nan))
-
-
-def equal(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 256, 257, 700])
 def test_tree_is_that_of_the_partials(count):
     torch.manual_seed(count)
     found, index = granules(count), torch.arange(count)
     for nodes in (1, 4, 256):
         width = partial.lane_width(count, nodes)
-        mine = Partial(*cpu.tree(*found, index, width, nodes))
-        wanted = partial.reduce_lanes(partial.fill_lanes(found, index, width), nodes)
-        empty = torch.isneginf(wanted.m)  # whose l and o the reference leaves as they are when nothing is merged
-        wanted = Partial(wanted.m, wanted.l.masked_fill(empty, 0.0), wanted.o.masked_fill(empty.unsqueeze(-1), 0.0))
-        assert torch.equal(mine.m, wanted.m)
-        torch.testing.assert_close(mine.l, wanted.l, rtol=2e-6, atol=0)
-        torch.testing.assert_close(mine.o, wanted.o, rtol=2e-6, atol=2e-6)
+        assert_is_tree(Partial(*cpu.tree(*found, index, width, nodes)), found, index, width, nodes)
 
 
 @pytest.mark.parametrize("count", [2, 5, 31, 300])

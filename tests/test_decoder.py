@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import simulated
 import tiny
 import torch
+from lossless import LosslessCache
+from recorded import SMALL, RecordingEngine
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model
-from bitkv_dist.cache import Step
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.config import GenerateConfig
-from bitkv_dist.engine import Engine
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu import dense
 
 CPU = torch.device("cpu")
-SMALL = {"page_tokens": 64, "sink_tokens": 64, "recent_tokens": 32}
 TIERED = SMALL | {"key_bits": 4, "value_bits": 4, "scan_bits": 1}
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="no C++ kernels")
@@ -39,16 +39,17 @@ def isas() -> list[str]:
     return found
 
 
-class RecordingEngine(Engine):
-    """Keeps the logits that every choice was made from."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        self.logits: list[torch.Tensor] = []
-        super().__init__(*args, **kwargs)
-
-    def choose(self, logits, live, result, on_token):
-        self.logits.append(logits.clone())
-        return super().choose(logits, live, result, on_token)
+def isas_and_threads() -> Iterator[None]:
+    """Every instruction set of this machine with one thread and with two: set while the body of the caller's loop runs."""
+    threads = torch.get_num_threads()
+    try:
+        for isa in isas():
+            with dispatch.forced(isa):
+                for count in (1, 2):
+                    torch.set_num_threads(count)
+                    yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def generate(served: model.ServedModel, cache: dict, lengths: list[int], tokens: int = 12) -> tuple[list, torch.Tensor]:
@@ -64,23 +65,6 @@ def generate(served: model.ServedModel, cache: dict, lengths: list[int], tokens:
 
 def load(folder, **kwargs) -> model.ServedModel:
     return model.load(str(folder), dtype=kwargs.pop("dtype", torch.float32), device=CPU, **kwargs)
-
-
-class Dense:
-    """A cache that keeps what it gets and attends in plain torch."""
-
-    def __init__(self) -> None:
-        self.step, self.kept = Step([]), {}
-
-    def update(self, k, v, layer_idx, *args, **kwargs):
-        before = self.kept.get(layer_idx, (k[:, :, :0], v[:, :, :0]))
-        self.kept[layer_idx] = self.now = tuple(torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True))
-        return self, self
-
-    def attend(self, q, scaling):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in self.now)
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-        return ((q @ k.transpose(2, 3) * scaling).masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(1, 2)
 
 
 SHAPES = {name: (name, {}) for name in tiny.CONFIGS} | {
@@ -101,7 +85,7 @@ def test_a_step_is_that_of_transformers_layers(shape, weights, tmp_path):
         if parameter.dim() == 1:  # norms of a fresh model are all ones, biases zeros
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     served = replace(served, decoder=type(served.decoder)(served.module, served.head_dim))
-    stock, caches = replace(served, decoder=None), (Dense(), Dense())
+    stock, caches = replace(served, decoder=None), (LosslessCache(), LosslessCache())
     positions = torch.stack([torch.arange(37), torch.arange(37) + 50, torch.arange(37) * 20])
     hidden = [each.embed(torch.tensor([tiny.prompt(37, row) for row in range(3)])) for each in (served, stock)]
     for index in range(2):
@@ -130,16 +114,10 @@ def test_products_of_odd_sizes(width, dtype):
     exact = (
         hidden.double() / (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double() @ weight.double().T
     )
-    found, threads = [], torch.get_num_threads()
-    try:
-        for isa in isas():
-            with dispatch.forced(isa):
-                for count in (1, 2):
-                    torch.set_num_threads(count)
-                    found.append(dense.head(dense.matrix(weight), norm, 1e-5, hidden))
-                    found.append(torch.cat([dense.head(dense.matrix(weight), norm, 1e-5, row[None]) for row in hidden]))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for _ in isas_and_threads():
+        found.append(dense.head(dense.matrix(weight), norm, 1e-5, hidden))
+        found.append(torch.cat([dense.head(dense.matrix(weight), norm, 1e-5, row[None]) for row in hidden]))
     torch.testing.assert_close(found[0].double(), exact, atol=2e-6 * math.sqrt(width), rtol=2e-6)
     assert all(torch.equal(other, found[0]) for other in found)
     if dtype == torch.bfloat16:
@@ -150,16 +128,10 @@ def test_products_of_odd_sizes(width, dtype):
 def test_no_thread_row_or_instruction_set_changes_a_bit_of_a_step(architecture, tmp_path):
     served = load(tiny.save(tmp_path, architecture))
     ids, positions = torch.tensor([[5], [6], [7], [8], [9]]), torch.tensor([[0], [70], [3], [2000], [11]])
-    found, threads = [], torch.get_num_threads()
-    try:
-        for isa in isas():
-            with dispatch.forced(isa):
-                for count in (1, 2):
-                    torch.set_num_threads(count)
-                    found.append(served.step(ids, positions, Dense()))
-                    found.append(torch.cat([served.step(ids[i : i + 1], positions[i : i + 1], Dense()) for i in range(5)]))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for _ in isas_and_threads():
+        found.append(served.step(ids, positions, LosslessCache()))
+        found.append(torch.cat([served.step(ids[i : i + 1], positions[i : i + 1], LosslessCache()) for i in range(5)]))
     assert all(torch.equal(other, found[0]) for other in found)
 
 
@@ -227,9 +199,9 @@ def test_a_model_in_bfloat16_has_decode_steps_in_float32(rounded):
     half, whole = load(rounded, dtype=torch.bfloat16), load(rounded)
     assert half.widened is None and half.decoder is not None
     ids, positions = torch.tensor([[5]]), torch.tensor([[0]])
-    wanted = whole.step(ids, positions, Dense())
-    stock = replace(half, decoder=None).step(ids, positions, Dense())
-    assert (half.step(ids, positions, Dense()) - wanted).norm() < 0.1 * (stock - wanted).norm()
+    wanted = whole.step(ids, positions, LosslessCache())
+    stock = replace(half, decoder=None).step(ids, positions, LosslessCache())
+    assert (half.step(ids, positions, LosslessCache()) - wanted).norm() < 0.1 * (stock - wanted).norm()
 
 
 def test_what_the_kernels_do_not_serve_is_left_to_transformers(tmp_path):

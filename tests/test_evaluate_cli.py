@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import commands
 import pytest
 import tiny
 
@@ -17,7 +18,6 @@ from bitkv_dist.codec.interface import make_codec
 from bitkv_dist.config import build
 from bitkv_dist.evaluate.drift import drift
 from bitkv_dist.launch import evaluate
-from bitkv_dist.parallel import mesh as meshes
 
 DATA = Path(__file__).parent / "data"
 HANDBOOK, TALE, CODE = str(DATA / "handbook.txt"), str(DATA / "tale.txt"), argparse.__file__
@@ -38,11 +38,7 @@ def run(folder, tmp_path, capsys):
 
     def call(*argv: str) -> tuple[str, dict]:
         path = tmp_path / "results.json"
-        try:
-            assert evaluate.main(["--model", folder, "--device", "cpu", "--json", str(path), *WINDOW, *argv]) == 0
-        finally:
-            if meshes.current() is not None:
-                meshes.current().close()
+        commands.call(evaluate, "--model", folder, "--device", "cpu", "--json", path, *WINDOW, *argv)
         return capsys.readouterr().out, json.loads(path.read_text())
 
     return call
@@ -53,17 +49,7 @@ def no_model(monkeypatch):
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
 
 
-def refused(capsys, *argv: str) -> str:
-    """The one line that `argv` is refused with: from argparse, or as the ValueError that the shell prints."""
-    try:
-        evaluate.main(list(argv))
-    except ValueError as error:
-        message = str(error)
-    except SystemExit as leaving:
-        assert leaving.code == 2
-        message = capsys.readouterr().err.strip()
-    assert "\n" not in message
-    return message
+refused = partial(commands.refused, evaluate)
 
 
 # ------------------------------------------------------------------------------------------------------------- ppl
@@ -200,11 +186,8 @@ def test_sensitivity_writes_a_schedule_that_generate_takes(run, folder, tmp_path
     again, _ = run(*argv)
     assert again == out
     report = tmp_path / "report.json"
-    try:
-        argv = ["--model", folder, "--device", "cpu", "--config", str(schedule), "--json", str(report)]
-        assert generate.main([*argv, "--prompt", "x" * 400, "--max-new-tokens", "2"]) == 0
-    finally:
-        meshes.current().close()
+    argv = ("--model", folder, "--device", "cpu", "--config", schedule, "--json", report)
+    commands.call(generate, *argv, "--prompt", "x" * 400, "--max-new-tokens", 2)
     assert json.loads(report.read_text())["kv"]["stored_bits_per_element"] == whole["stored_bits"]
 
 

@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
+import commands
 import pytest
+import tiny
 import torch
 from ranks import ROOT, launched, run_command
 from rich.console import Console
@@ -22,7 +25,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from bitkv_dist.launch import generate
 from bitkv_dist.launch.dialogue import turns
 from bitkv_dist.launch.display import Bar, Texts
-from bitkv_dist.parallel import mesh as meshes
 
 POSITIONS = 400
 CHAT = (
@@ -62,19 +64,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def reference(tokenizer):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS, "initializer_range": 0.3}
+    model = LlamaForCausalLM(LlamaConfig(**tiny.SIZES | sizes)).eval()
     model.generation_config = GenerationConfig(repetition_penalty=1.1, eos_token_id=tokenizer.eos_token_id)
     return model
 
@@ -93,11 +84,7 @@ def run(folder, tmp_path, capsys):
 
     def call(*argv: str) -> tuple[str, dict]:
         path = tmp_path / "report.json"
-        try:
-            assert generate.main(["--model", folder, "--device", "cpu", "--json", str(path), *argv]) == 0
-        finally:
-            if meshes.current() is not None:
-                meshes.current().close()
+        commands.call(generate, "--model", folder, "--device", "cpu", "--json", path, *argv)
         return capsys.readouterr().out, json.loads(path.read_text())
 
     return call
@@ -108,20 +95,7 @@ def expected(reference, tokenizer, prompt: str, tokens: int) -> list[int]:
     return reference.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :].tolist()
 
 
-def refused(capsys, *argv: str) -> str:
-    """The one line that `argv` is refused with: from argparse, or as the ValueError that the shell prints."""
-    try:
-        generate.main(list(argv))
-    except ValueError as error:
-        message = str(error)
-    except SystemExit as leaving:
-        assert leaving.code == 2
-        message = capsys.readouterr().err.strip()
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()
-    assert "\n" not in message
-    return message
+refused = partial(commands.refused, generate)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +215,7 @@ def test_chat_applies_the_template(run):
 
 
 def test_json_on_stdout_takes_the_place_of_the_text(folder, capsys):
-    try:
-        argv = ["--model", folder, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", "4", "--json", "-"]
-        assert generate.main(argv) == 0
-    finally:
-        meshes.current().close()
+    commands.call(generate, "--model", folder, "--device", "cpu", "--prompt", "hi", "--max-new-tokens", 4, "--json", "-")
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == [2]
 
 
@@ -262,10 +232,13 @@ def test_turns_are_appended_to_the_cache(run, reference, tokenizer, monkeypatch)
     assert out == "".join(f"{text}\n" for text in report["text"])
 
 
-def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch, capsys):
+def test_a_full_conversation_says_so_and_goes_on(run, monkeypatch):
+    said = []
+    monkeypatch.setattr("bitkv_dist.launch.dialogue.say", said.append)
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * POSITIONS + "\nshort\n"))
     _, report = run("--interactive", "--no-chat", "--max-new-tokens", "2", "--prompt", "a")
     assert report["prompt_tokens"] == [1, 5]
+    assert len(said) == 1 and f"has {POSITIONS} positions" in said[0]
 
 
 class _Alone:

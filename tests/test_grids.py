@@ -10,6 +10,7 @@ import pytest
 import simulated
 import torch
 from ranks import run_ranks
+from recorded import RecordingEngine
 from tiny import prompt, save
 
 from bitkv_dist import model as models
@@ -20,18 +21,6 @@ from bitkv_dist.engine import Engine
 PROMPTS = [prompt(600), prompt(3)]
 TIERED = CacheConfig(key_bits=4, value_bits=4, scan_bits=1, page_tokens=64, sink_tokens=64, recent_tokens=64)
 NEW = 6
-
-
-class RecordingEngine(Engine):
-    """Keeps the logits that every choice was made from."""
-
-    def __init__(self, *args) -> None:
-        self.logits: list[torch.Tensor] = []
-        super().__init__(*args)
-
-    def choose(self, logits, live, result, on_token):
-        self.logits.append(logits.clone())
-        return super().choose(logits, live, result, on_token)
 
 
 def answers(mesh, folder: str, cache: CacheConfig = TIERED, **generate) -> dict:

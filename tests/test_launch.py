@@ -158,14 +158,14 @@ def test_what_is_refused(argv, said, monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_unequal_slots(hostfile, launcher, monkeypatch):
+def test_unequal_slots(hostfile, launcher):
     hosts = read_hostfile(hostfile(b"w0 slots=4\nw1 slots=2\n"))
     job = commands.Job(hosts, "hosts", "w0", 1, Path(GENERATE), [])
     with pytest.raises(ValueError, match=f"w1 has 2 slots and w0 4, but {launcher} starts the same number everywhere"):
         commands.command_line(launcher, job)
 
 
-def test_arguments_survive_the_shell_behind_pdsh(tmp_path):
+def test_arguments_survive_the_shell_behind_pdsh():
     """What deepspeed and pdsh make of the words on their way to the remote shell: quotes around blanks, %% for %."""
     words = [PROMPT, "it's", "a;b", "$HOME", "`x`", '"', "100%n", "back\\slash", "a \\ b", "*", "plain"]
     job = commands.Job([Host("w0", 2), Host("w1", 2)], "hosts", "w0", 1, Path(GENERATE), words)

@@ -7,6 +7,7 @@ import json
 import runpy
 from pathlib import Path
 
+import commands
 import pytest
 import ranks
 import simulated
@@ -25,7 +26,6 @@ from bitkv_dist.engine import Engine
 from bitkv_dist.evaluate.trace import trace
 from bitkv_dist.fit.straight_through import straight_through
 from bitkv_dist.launch import evaluate, generate
-from bitkv_dist.parallel import mesh as meshes
 from bitkv_dist.plan.memory import Job, every_rank
 from bitkv_dist.plan.models import from_config
 from bitkv_dist.schedule import LayerConfig
@@ -45,31 +45,17 @@ HEADS = HeadShape(6, 0, 2, 32, torch.float32, group=2, loops=3)  # 2 layers of w
 BENCHMARK = ranks.ROOT / "benchmarks" / "looped.py"
 
 
-def contracting(folder: Path, branch: float = 0.05, **sizes) -> Path:
-    """A random model of 4 loops in which a loop changes little, as in a trained one: what attention and MLP add to the hidden
-    state is `branch` of it. By construction, not by training: benchmarks/looped.py has a trained one."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 4} | sizes
-    model = AutoModelForCausalLM.from_pretrained(tiny.save(folder, "ouro", **sizes), dtype=torch.float32)
-    with torch.no_grad():
-        model.model.embed_tokens.weight /= model.model.embed_tokens.weight.std()
-        for layer in model.model.layers:
-            layer.input_layernorm_2.weight.fill_(branch)
-            layer.post_attention_layernorm_2.weight.fill_(branch)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """2 layers of weights in 4 loops."""
-    return tiny.save_tokenizer(contracting(tmp_path_factory.mktemp("ouro"), vocab_size=257))
+    return tiny.save_tokenizer(tiny.contracting(tmp_path_factory.mktemp("ouro"), vocab_size=257))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """2 layers of weights in 2 loops, 2 query heads per KV head: what takes many steps."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "total_ut_steps": 2}
-    return contracting(tmp_path_factory.mktemp("small"), **sizes)
+    return tiny.contracting(tmp_path_factory.mktemp("small"), **sizes)
 
 
 @functools.cache
@@ -275,28 +261,21 @@ def test_planned_bytes_are_those_of_a_run(small, size):
 # ------------------------------------------------------------------------------------------------- the command lines
 
 
-@pytest.fixture
-def close_mesh():
-    yield
-    if meshes.current() is not None:
-        meshes.current().close()
-
-
-def test_generate_with_the_preset(folder, tmp_path, close_mesh, capsys):
+def test_generate_with_the_preset(folder, tmp_path):
     (tmp_path / "prompt").write_text("a looped model reads this. " * 40)
     prompt = ["--prompt-file", str(tmp_path / "prompt"), "--max-new-tokens", "4", "--ignore-eos", "--device", "cpu"]
-    assert generate.main(["--model", str(folder), "--config", "looped", "--json", str(tmp_path / "report"), *prompt]) == 0
+    commands.call(generate, "--model", folder, "--config", "looped", "--json", tmp_path / "report", *prompt)
     report = json.loads((tmp_path / "report").read_text())
     assert report["kv"]["codec"] == "looped" and report["kv"]["ratio"] > 5
     assert report["kv"]["sealed_tokens"] > 0 and report["kv"]["read_bits_per_element"] > report["kv"]["stored_bits_per_element"]
     assert "codec looped is attended to in plain torch" in report["kernel"]["reason"]
 
 
-def test_evaluate_beside_other_codecs(folder, tmp_path, close_mesh, capsys):
+def test_evaluate_beside_other_codecs(folder, tmp_path):
     text = str(ranks.ROOT / "tests" / "data" / "tale.txt")
     asked = ["--text", text, "--positions", "256:384", "--compare", "exact,looped,2bit", "--json", str(tmp_path / "found")]
     window = ["--page-tokens", "64", "--sink-tokens", "64", "--recent-tokens", "64", "--device", "cpu"]
-    assert evaluate.main(["--model", str(folder), "--task", "ppl", *asked, *window]) == 0
+    commands.call(evaluate, "--model", folder, "--task", "ppl", *asked, *window)
     kl = {row["codec"]: row["kl"] for row in json.loads((tmp_path / "found").read_text())["rows"]}
     assert 0 == kl["exact"] < kl["looped"] < kl["2bit"]
 

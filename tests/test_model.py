@@ -4,77 +4,26 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
+from lossless import continue_greedily
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
-from bitkv_dist import checkpoint, model
+from bitkv_dist import model
 
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "qwen2": Qwen2Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
-}
-
-
-class LosslessCache:
-    """Concatenates keys and values and attends with a plain softmax: what a packed cache approximates."""
-
-    def __init__(self):
-        self.keys, self.values = {}, {}
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        if layer_idx in self.keys:
-            keys = torch.cat([self.keys[layer_idx], keys], dim=2)
-            values = torch.cat([self.values[layer_idx], values], dim=2)
-        self.keys[layer_idx], self.values[layer_idx], self.layer_idx = keys, values, layer_idx
-        return self, self
-
-    def attend(self, query, scaling):
-        keys, values = self.keys[self.layer_idx], self.values[self.layer_idx]
-        group = query.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        new, total = query.shape[2], keys.shape[2]
-        hidden = ~torch.ones(new, total, dtype=torch.bool).tril(total - new)
-        scores = (query @ keys.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
-        return (scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values).transpose(1, 2)
+SIZES = {"vocab_size": 131, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A tiny random model of each served architecture, saved as a directory."""
     root = tmp_path_factory.mktemp("models")
-    for seed, (name, config) in enumerate(CONFIGS.items()):
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
-    return {name: root / name for name in CONFIGS}
+    return {name: tiny.save(root / name, name, seed, **SIZES) for seed, name in enumerate(tiny.CONFIGS)}
 
 
 @pytest.fixture
@@ -95,30 +44,7 @@ def load(folder, **kwargs) -> model.ServedModel:
     return model.load(str(folder), dtype=kwargs.pop("dtype", None), device=CPU, **kwargs)
 
 
-def run(served: model.ServedModel, cache: LosslessCache, ids: list[int], start: int) -> torch.Tensor:
-    """Feed `ids` from position `start` on; logits [1, vocabulary] after the last."""
-    hidden = served.embed(torch.tensor([ids]))
-    positions = torch.arange(start, start + len(ids))[None]
-    embeddings = served.rotary(hidden, positions)
-    for index in range(served.layers):
-        hidden = served.layer(index, hidden, positions, embeddings, cache)
-    return served.head(hidden[:, -1])
-
-
-def continue_greedily(served: model.ServedModel, prompt: list[int], chunks: list[int], new_tokens: int) -> list[int]:
-    cache, position, tokens = LosslessCache(), 0, []
-    for size in chunks:
-        logits = run(served, cache, prompt[position : position + size], position)
-        position += size
-    while True:
-        tokens.append(int(logits.argmax()))
-        if len(tokens) == new_tokens:
-            return tokens
-        logits = run(served, cache, tokens[-1:], position)
-        position += 1
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_layers_and_chunks_give_the_tokens_of_generate(folders, name):
     prompt = [3 + 7 * i % 128 for i in range(40)]
     stock = AutoModelForCausalLM.from_pretrained(folders[name])
@@ -363,93 +289,12 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_weights_stay_shared_between_processes(tmp_path):
-    config = LlamaConfig(**SIZES | {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny.save(tmp_path, vocab_size=4096, hidden_size=1024, intermediate_size=4096)
     weight_bytes = (tmp_path / "model.safetensors").stat().st_size
     before = anonymous_bytes()
     served = load(tmp_path)
     assert all(torch.isfinite(parameter.sum()) for parameter in served.module.parameters())  # touches every page
     assert anonymous_bytes() - before < weight_bytes / 4
-
-
-def test_gguf_is_converted_once_by_ranks_that_start_together(tmp_path, monkeypatch):
-    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
-    gguf = tmp_path / "tiny.Q4_0.gguf"
-    gguf.write_bytes(b"GGUF" + bytes(1000))
-    conversions = []
-
-    def convert(source, folder, progress):
-        conversions.append(source)
-        threading.Event().wait(0.2)
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr(checkpoint, "_convert", convert)
-    places = []
-    threads = [threading.Thread(target=lambda: places.append(checkpoint.localise(str(gguf)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert conversions == [gguf]
-    assert len(set(places)) == 1
-    assert (places[0] / "config.json").is_file()
-    moved = tmp_path / "elsewhere" / gguf.name
-    moved.parent.mkdir()
-    shutil.copy(gguf, moved)
-    assert checkpoint.localise(str(moved)) == places[0]
-    gguf.write_bytes(b"GGUF" + bytes(999) + b"\1")
-    assert checkpoint.localise(str(gguf)) != places[0]
-
-
-def test_interrupted_conversion_leaves_nothing_that_counts(tmp_path, monkeypatch):
-    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
-    gguf = tmp_path / "tiny.gguf"
-    gguf.write_bytes(b"GGUF")
-
-    def fail(source, folder, progress):
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "_convert", fail)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.localise(str(gguf))
-    monkeypatch.setattr(checkpoint, "_convert", lambda source, folder, progress: (folder / "config.json").touch())
-    place = checkpoint.localise(str(gguf))
-    assert [file.name for file in place.iterdir()] == ["config.json"]
-
-
-def test_unwritable_cache_is_named(tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file, not a folder")
-    monkeypatch.setenv("BITKV_CACHE", str(tmp_path / "cache"))
-    gguf = tmp_path / "tiny.gguf"
-    gguf.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="set BITKV_CACHE"):
-        checkpoint.localise(str(gguf))
-
-
-def test_cache_folder(monkeypatch):
-    monkeypatch.setenv("BITKV_CACHE", "/a")
-    assert checkpoint.cache_folder() == Path("/a")
-    monkeypatch.delenv("BITKV_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert checkpoint.cache_folder() == Path("/b/bitkv_dist")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert checkpoint.cache_folder() == Path.home() / ".cache" / "bitkv_dist"
-
-
-@pytest.mark.parametrize("mark", [b"llama.rope.scaling.type", b"rope_freqs.weight"])
-def test_gguf_with_scaled_positions_is_refused(tmp_path, mark):
-    gguf = tmp_path / "tiny.gguf"
-    gguf.write_bytes(b"GGUF" + bytes(20) + mark + bytes(20))
-    with pytest.raises(ValueError, match="scaled rotary positions"):
-        model.check(str(gguf))
-
-
-def test_damaged_gguf_is_one_line(tmp_path):
-    gguf = tmp_path / "tiny.gguf"
-    gguf.write_bytes(b"not a model at all")
-    with pytest.raises(ValueError, match=r"tiny\.gguf: the GGUF metadata cannot be read"):
-        model.check(str(gguf))
 
 
 def test_built_in_model():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from dataclasses import replace
 
+import calibrations
 import pytest
 import ranks
 import simulated
@@ -40,7 +41,6 @@ LENGTHS, NEW = [1700, 1700, 1700], 5
 
 def job(context: int = 1 << 17, preset: str = "1bit", **changed) -> Job:
     return Job(LLAMA, build(preset, {}).cache, context, **changed)
-
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,14 @@ def test_shares_are_those_of_the_placement(size, batch):
 BENCHMARK = runpy.run_path(str(ranks.ROOT / "benchmarks" / "prefill_memory.py"))
 
 
-def live_peak(folder, tokens: int, cache: CacheConfig | None = None, **generate) -> tuple[int, memory.RankBytes]:
+def random_model(folder, tokens: int) -> model.ServedModel:
+    return model.load(BENCHMARK["random_model"](folder / str(tokens), tokens), dtype=torch.float32, device=CPU)
+
+
+def live_peak(served: model.ServedModel, tokens: int, cache: CacheConfig, **generate) -> tuple[int, memory.RankBytes]:
     """(peak of all live tensors, temporaries too; what the planner says) of reading so many tokens."""
     new, live = BENCHMARK["NEW_TOKENS"], BENCHMARK["Live"]()
-    served = model.load(BENCHMARK["random_model"](folder / str(tokens), tokens), dtype=torch.float32, device=CPU)
     (mesh,) = simulated.run(1, lambda mesh: mesh)
-    cache = cache or CacheConfig()
     engine = Engine(served, cache, mesh, GenerateConfig(max_new_tokens=new, ignore_eos=True, **generate))
     with live:
         engine.generate([[7919 * i % 256 for i in range(tokens)]])
@@ -180,15 +182,14 @@ def live_peak(folder, tokens: int, cache: CacheConfig | None = None, **generate)
 
 def test_an_exact_prefill_peaks_where_planned(tmp_path):
     """No copy of the keys, nothing that grows beside the formula."""
-    measured, planned = live_peak(tmp_path, 8192)
+    measured, planned = live_peak(random_model(tmp_path, 8192), 8192, CacheConfig())
     assert measured < planned.total - memory.SPARE_WORKSPACE_BYTES < 1.15 * measured
 
 
 def test_an_exact_prefill_that_counts_attention_peaks_where_planned(tmp_path):
     """With the scores of every eighth query, and less memory for pages: what is planned without them is too little."""
     heavy = CacheConfig(eviction="heavy", eviction_keep=0.25)
-    measured, planned = live_peak(tmp_path, 8192, heavy)
-    print(measured, planned)
+    measured, planned = live_peak(random_model(tmp_path, 8192), 8192, heavy)
     assert measured < planned.total - memory.SPARE_WORKSPACE_BYTES < 1.15 * measured
 
 
@@ -198,11 +199,20 @@ def test_a_packed_prefill_peaks_at_the_same_height(tmp_path, monkeypatch):
     monkeypatch.setattr("bitkv_dist.subtree.SMALL_PARTIALS", 0)
     peaks = {}
     for tokens in (4096, 8192):
-        measured, planned = live_peak(tmp_path, tokens, prefill="packed")
+        measured, planned = live_peak(random_model(tmp_path, tokens), tokens, CacheConfig(), prefill="packed")
         assert planned.total - memory.PACKED_SPARE_BYTES == pytest.approx(measured, rel=0.15), tokens
         peaks[tokens] = measured - planned.cache
     partial = 4 * 512 * 4 * (32 + 2)
     assert abs(peaks[8192] - peaks[4096]) < 3 * partial
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_a_packed_prefill_of_words_needs_what_plain_torch_takes(tmp_path, bits):
+    """Words alone, and with planes behind them: the C++ kernels read decode steps only, a chunk's pages are decoded."""
+    served = random_model(tmp_path, 4096)
+    file = calibrations.fitted_to(served, tmp_path, "tailored", tiny.prompt(2048))
+    measured, planned = live_peak(served, 4096, CacheConfig("tailored", bits, bits, calibration=file), prefill="packed")
+    assert measured < planned.total - memory.PACKED_SPARE_BYTES < 1.4 * measured
 
 
 def test_stored_bytes_are_those_of_the_readme():

@@ -64,7 +64,7 @@ def test_exact_loses_nothing_and_fewer_bits_lose_more(rows):
         assert abs(four["background"][0]) < 0.1 and exact["background"] == [0, 0, 0]
 
 
-def test_changed_presets(heads):
+def test_changed_presets():
     shape = PARTS.HeadShape(1, 0, KV_HEADS, DIM, torch.float32)
     codec, config = PARTS.codec_of("tiered4:refine.value=0.1:tail_correction=0.5", shape, 0)
     assert config.refine.value == 0.1 and codec.correction_share == 0.5

@@ -1,6 +1,7 @@
 """Sampling: the same tokens as `model.generate` under its logits processors, and draws that depend on the seed alone."""
 
 import pytest
+import tiny
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -14,18 +15,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.4,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**tiny.SIZES | sizes | {"vocab_size": VOCAB, "initializer_range": 0.4})).eval()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import simulated
 import tiny
 import torch
-from test_model import LosslessCache, run
+from lossless import LosslessCache, run
 
 from bitkv_dist import model
 from bitkv_dist.shards import Shards

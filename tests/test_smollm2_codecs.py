@@ -6,7 +6,7 @@ import pydoc_data.topics
 from pathlib import Path
 
 import pytest
-from calibrations import call
+from commands import call
 
 from bitkv_dist.launch import calibrate, evaluate
 

@@ -13,7 +13,7 @@ import simulated
 import tiny
 import torch
 from safetensors import safe_open
-from test_snapshot import CACHES, NEW, PROMPTS, engine_of, loaded_at, saved_at, served
+from snapshots import CACHES, NEW, PROMPTS, loaded_at, refusal, saved_at, served, tiny_model
 from transformers import AutoModelForCausalLM
 
 from bitkv_dist import model as models
@@ -28,7 +28,7 @@ from bitkv_dist.snapshot.save import save
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +41,6 @@ def snapshot(model, tmp_path_factory):
 @pytest.fixture
 def copy(snapshot, tmp_path):
     return shutil.copytree(snapshot, tmp_path / "copy")
-
-
-def refusal(model, place, *args, size: int = 2) -> str:
-    """The one line with which all ranks refuse it; no rank keeps a cache."""
-
-    def attempt(mesh):
-        engine = engine_of(mesh, model, *args[:1])
-        engine.generate([tiny.prompt(3)])
-        with pytest.raises(ValueError, match=r"\w; \w|\(.*\)") as refused:
-            manifest = Manifest.read(place)
-            manifest.check_files(place)
-            manifest.check_run(engine.cache_config, 2, 4, 16)
-            load(engine, place, manifest, *args[1:])
-        return str(refused.value)
-
-    (message,) = set(simulated.run(size, attempt))
-    assert "\n" not in message
-    return message
 
 
 def file_names(place: Path) -> list[str]:

@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import tiny
 from ranks import ROOT, launched, run_command
 
 from bitkv_dist.launch import generate
-from bitkv_dist.parallel import mesh as meshes
 
 TEXT = "It was the best of times, it was the worst of times. " * 5  # 265 tokens, a byte each: a page is sealed
 ARGS = ("--max-new-tokens", "8", "--sink-tokens", "0", "--recent-tokens", "64")
@@ -26,12 +26,7 @@ def folder(tmp_path_factory):
 
 def run_of(folder: str, report: Path, *argv: str | Path) -> dict:
     """Calls main in this process, as a world of one; returns the report."""
-    words = ["--model", folder, "--device", "cpu", "--json", report, *ARGS, *argv]
-    try:
-        assert generate.main(list(map(str, words))) == 0
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()
+    commands.call(generate, "--model", folder, "--device", "cpu", "--json", report, *ARGS, *argv)
     return json.loads(report.read_text())
 
 
@@ -113,16 +108,11 @@ def test_a_conversation_goes_on(run, tmp_path, monkeypatch):
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
-def test_refused_before_weights_load(folder, snapshots, monkeypatch, argv, part):
+def test_refused_before_weights_load(folder, snapshots, monkeypatch, capsys, argv, part):
     monkeypatch.setattr("bitkv_dist.model.load", lambda *_, **__: pytest.fail("weights were loaded"))
     words = [word.replace("D/", f"{snapshots}/") for word in argv]
-    try:
-        with pytest.raises(ValueError, match=".") as refused:  # noqa: RUF043
-            generate.main(["--model", folder, "--device", "cpu", *ARGS, *words])
-    finally:
-        if meshes.current() is not None:
-            meshes.current().close()
-    assert part.replace("D/", f"{snapshots}/") in str(refused.value) and "\n" not in str(refused.value)
+    message = commands.refused(generate, capsys, "--model", folder, "--device", "cpu", *ARGS, *words)
+    assert part.replace("D/", f"{snapshots}/") in message
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import simulated
 import tiny
 import torch
 from safetensors import SafetensorError
-from test_snapshot import engine_of, loaded_at, saved_at
+from snapshots import engine_of, loaded_at, saved_at, tiny_model
 
 from bitkv_dist.snapshot import folder as folders
 from bitkv_dist.snapshot import pieces
@@ -68,7 +68,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ import simulated
 import tiny
 import torch
 from safetensors import safe_open
-from test_eviction import config
-from test_looped import contracting
-from test_snapshot import CACHES, SMALL, served
-from test_snapshot_checks import refusal
+from snapshots import CACHES, SMALL, refusal, served, tiny_model
 
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.config import GenerateConfig
@@ -28,9 +25,10 @@ from bitkv_dist.snapshot.save import save
 PROMPTS = [tiny.prompt(2300), tiny.prompt(700)]
 TURNS = [tiny.prompt(400, seed=1), tiny.prompt(520, seed=2)]  # they complete a granule of either sequence
 ALL = CACHES | {
-    "heavy": config("tiered4", "heavy", 0.8), "window": config("tiered4", "window", 0.8),
+    "heavy": CacheConfig(**SMALL, scan_bits=1, eviction="heavy", eviction_keep=0.8),
+    "window": CacheConfig(**SMALL, scan_bits=1, eviction="window", eviction_keep=0.8),
     "looped": CacheConfig("looped", 2, 2, **SMALL),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +38,13 @@ def one_granule(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.save(tmp_path_factory.mktemp("model"), num_key_value_heads=4, num_attention_heads=8, head_dim=16)
+    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def looping(tmp_path_factory):
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "total_ut_steps": 2}
-    return contracting(tmp_path_factory.mktemp("looping"), **sizes)
+    return tiny.contracting(tmp_path_factory.mktemp("looping"), **sizes)
 
 
 def engine_of(mesh, model: Path, cache: str) -> Engine:

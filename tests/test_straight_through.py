@@ -1,10 +1,13 @@
 """Training through the codec: the forward is the packed cache's, the gradient passes straight, and a few steps pay."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import calibrations
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bitkv_dist import model as models
 from bitkv_dist.cache_config import CacheConfig
@@ -13,6 +16,28 @@ from bitkv_dist.fit.straight_through import seen_through, straight_through
 
 ONE_BIT = CacheConfig(key_bits=1, value_bits=1, page_tokens=64, sink_tokens=0, recent_tokens=0)
 MINMAX = CacheConfig("minmax", 2, 2, page_tokens=64, sink_tokens=64, value_group_channels=16)
+IDS = torch.tensor([tiny.prompt(40) * 8, tiny.prompt(40, seed=1) * 8])  # texts of repeated phrases
+
+
+def model_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def loss_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(IDS, labels=IDS, use_cache=False).loss
+
+
+def losses_of_steps(model: PreTrainedModel, config: CacheConfig, trained: Iterable[torch.nn.Parameter]) -> list[float]:
+    """The losses under the codec before each of eight steps."""
+    optimiser, losses = torch.optim.Adam(trained, 2e-3), []
+    with straight_through(model, config):
+        for _ in range(8):
+            optimiser.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    return losses
 
 
 def test_forward_is_coded_and_the_gradient_is_not():
@@ -32,20 +57,11 @@ def test_forward_is_coded_and_the_gradient_is_not():
 
 @pytest.mark.parametrize("config", [ONE_BIT, MINMAX])
 def test_a_few_steps_lower_the_loss_under_the_codec(tmp_path, config):
-    """On a random model and a text of repeated phrases; outside, the model attends as before."""
-    model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path), dtype=torch.float32).eval()
-    ids = torch.tensor([tiny.prompt(40) * 8, tiny.prompt(40, seed=1) * 8])
+    """On a random model; outside, it attends as before."""
+    model = model_of(tiny.save(tmp_path))
     with torch.no_grad():
-        plain = model(ids, labels=ids, use_cache=False).loss
-    optimiser = torch.optim.Adam(model.parameters(), 2e-3)
-    losses = []
-    with straight_through(model, config):
-        for _ in range(8):
-            optimiser.zero_grad()
-            loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimiser.step()
-            losses.append(loss.item())
+        plain = loss_of(model)
+    losses = losses_of_steps(model, config, model.parameters())
     assert abs(losses[0] - plain) > 1e-3  # it was the codec's loss
     assert losses[-1] < 0.9 * losses[0]
     assert model.config._attn_implementation != "bitkv_straight_through"
@@ -59,31 +75,23 @@ def test_a_few_steps_lower_the_loss_under_codebooks(tmp_path, codec, bits):
     file = calibrations.fitted_to(models.load(str(folder), dtype=torch.float32, device=torch.device("cpu")), tmp_path, codec,
                                   tiny.prompt(2048))  # fmt: skip
     config = CacheConfig(codec, bits, bits, calibration=file, page_tokens=64, sink_tokens=0, recent_tokens=0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([tiny.prompt(40) * 8, tiny.prompt(40, seed=1) * 8])
+    model = model_of(folder)
     with torch.no_grad():
-        plain = model(ids, labels=ids, use_cache=False).loss
+        plain = loss_of(model)
         with straight_through(model, config):
-            before = model(ids, labels=ids, use_cache=False).loss
+            before = loss_of(model)
     assert abs(before - plain) > 1e-3  # it is the codec's loss
     trained = {name: parameter for name, parameter in model.named_parameters() if "self_attn" in name}
     assert any("k_proj" in name for name in trained) and any("v_proj" in name for name in trained)
-    optimiser = torch.optim.Adam(trained.values(), 2e-3)
-    with straight_through(model, config):
-        for _ in range(8):
-            optimiser.zero_grad()
-            loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimiser.step()
+    losses = losses_of_steps(model, config, trained.values())
     assert all(torch.isfinite(parameter.grad).all() and parameter.grad.any() for parameter in trained.values())
-    assert loss.item() < 0.95 * before
+    assert losses[-1] < 0.95 * before
     with pytest.raises(ValueError, match=r"with fingerprint .*, this model's is .*; calibrate with this model"):
         straight_through(model, config).__enter__()  # its books are of the weights that it started from
 
 
 def test_a_cache_is_refused(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path), dtype=torch.float32).eval()
-    ids = torch.tensor([tiny.prompt(8)])
+    model, ids = model_of(tiny.save(tmp_path)), torch.tensor([tiny.prompt(8)])
     past = model(ids).past_key_values
     with straight_through(model, ONE_BIT), pytest.raises(ValueError, match="9 keys for 1 queries: a training forward takes"):
         model(ids[:, :1], past_key_values=past)

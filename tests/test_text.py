@@ -1,6 +1,7 @@
 """Prompts in, text out: CASES.md C43, characters split over tokens, stop strings split over tokens."""
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ CHAT = (
 )
 
 
-def byte_level(add_bos: bool = False, chat: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte, as the worst case of byte-level BPE."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+def byte_level(add_bos: bool = False, chat: str | None = None, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per byte, as the worst case of byte-level BPE; words: further tokens, which no text is encoded to."""
+    vocabulary = dict.fromkeys((*sorted(pre_tokenizers.ByteLevel.alphabet()), *words))
+    tokenizer = Tokenizer(models.BPE(vocab={letters: i for i, letters in enumerate(vocabulary)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<e>", "<u>"])
@@ -113,9 +114,12 @@ def test_byte_fallback_characters():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_stop_strings_over_token_borders(size):
-    words = byte_level()
-    text = TextStream(words, stop=("\n\n", "STOP"))
-    ids = ids_of("one\ntwo ST STOP three")
+    """Tokens of so many characters."""
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((letters, _),) = bytewise.pre_tokenize_str("one\ntwo ST STOP three")
+    words = [letters[start : start + size] for start in range(0, len(letters), size)]
+    tokenizer = byte_level(words=words)
+    text, ids = TextStream(tokenizer, stop=("\n\n", "STOP")), tokenizer.convert_tokens_to_ids(words)
     seen = [text.push(token) for token in ids]
     assert text.stopped and text.text == "".join(seen) == "one\ntwo ST "
     assert text.push(ids[0]) == text.finish() == ""

@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cpu_pages import KV_HEADS, Pages, signs
-from test_cpu import KINDS
+from cpu_pages import KINDS, KV_HEADS, Pages, signs
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ import pytest
 import simulated
 import tiny
 import torch
-from test_engine import SMALL, RecordingEngine
+from recorded import SMALL, RecordingEngine
 
 pytest.importorskip("triton")
 

@@ -41,6 +41,20 @@ def save(folder: Path, architecture: str = "llama", seed: int = 0, **sizes) -> P
     return folder
 
 
+def contracting(folder: Path, branch: float = 0.05, **sizes) -> Path:
+    """A random model of 4 loops in which a loop changes little, as in a trained one: what attention and MLP add to the hidden
+    state is `branch` of it. By construction, not by training: benchmarks/looped.py has a trained one."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 4} | sizes
+    model = AutoModelForCausalLM.from_pretrained(save(folder, "ouro", **sizes), dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight /= model.model.embed_tokens.weight.std()
+        for layer in model.model.layers:
+            layer.input_layernorm_2.weight.fill_(branch)
+            layer.post_attention_layernorm_2.weight.fill_(branch)
+    model.save_pretrained(folder)
+    return folder
+
+
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Random token ids of the tiny vocabulary."""
     generator = torch.Generator().manual_seed(1000 * seed + tokens)

@@ -64,7 +64,7 @@ class Job:
 
     @property
     def plain(self) -> bool:
-        """Whether plain torch attends to sealed pages."""
+        """Whether plain torch attends to sealed pages for a chunk of a prompt: kernels read words in decode steps alone."""
         return not self.compiled or self.config.codec != "planes" or unserved_rule(self.config) is not None
 
     @cached_property

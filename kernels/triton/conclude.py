@@ -14,7 +14,7 @@ WARPS = 4
 
 
 @triton.jit(do_not_specialize=["count"])
-def conclude_rows(m, l, o, m2, l2, o2, signs, table, out, heads, count, DIM: tl.constexpr, WIDE: tl.constexpr,
+def conclude_rows(m, l, o, m2, l2, o2, signs, table, out, count, DIM: tl.constexpr, WIDE: tl.constexpr,
                   SIZE: tl.constexpr, STEPS: tl.constexpr, ROOT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Program (head, block of rows): out [HK, count, D] = the attention to both sets; o is still in the rotated space."""
     head, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -41,7 +41,7 @@ def conclude(sealed: Three, exact: Three, signs: torch.Tensor) -> torch.Tensor:
     heads, queries, members, dim = o.shape
     out = torch.empty_like(o)
     conclude_rows[heads, triton.cdiv(queries * members, ROWS)](
-        m, l, o, m2, l2, o2, signs, constants(dim, o.device), out, heads, queries * members, **rotation_of(dim)._asdict(),
+        m, l, o, m2, l2, o2, signs, constants(dim, o.device), out, queries * members, **rotation_of(dim)._asdict(),
         ROWS=ROWS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
