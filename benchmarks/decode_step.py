@@ -6,8 +6,9 @@
 The same prompt and greedy decoding for all: `generate` with its own cache in float32 and in bfloat16, and the engine in both;
 the first of --dtype is called "ours", and its step is taken apart. First the engine is checked: with `--config exact` and
 unrounded weights a part of the prompt must give `generate`'s token ids; with rounded weights, or in bfloat16, its logits must
-stay close to those of float32. Then prefills in turn (a prefill ends with the first token), then decoding in turns of a few
-tokens each, warm-up excluded, medians with spread; at last the parts of a step of ours, timed apart from the rest.
+stay close to those of float32. Then prefills in turn (a prefill ends with the first token; the parts of the last one are
+printed), then decoding in turns of a few tokens each, warm-up excluded, medians with spread; at last the parts of a step of
+ours, timed apart from the rest.
 The ceiling is the time to stream the weights once. The last line is one JSON object.
 """
 
@@ -33,7 +34,8 @@ from streaming import stream_gb_s
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from bitkv_dist import checkpoint, model, report
+from bitkv_dist import checkpoint, decoder, layer, model, report
+from bitkv_dist.cache import Shard
 from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
@@ -152,20 +154,27 @@ def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: i
     return {"exact_logits_error": error, "exact_ids_equal": found == wanted[: len(found)], "checked_tokens": len(found)}
 
 
-# -- where a step goes
+# -- where the time goes
 
 PARTS = {
     "linear": [(dense, "project"), (dense, "feed_forward")],
     "lm_head": [(dense, "head")],
     "attention": [(View, "see"), (planes_cpu, "finish")],
     "attention_python": [(PackedLayer, "update"), (PackedLayer, "attend")],
+    "exchange": [(Shard, "merge")],
+}
+PROMPT_PARTS = {
+    "linear": [(decoder, "linear")],
+    "attention": [(layer, "causal_attention")],
+    "between": [(dense, "norm"), (dense, "place"), (dense, "gate")],
+    "sealing": [(PackedLayer, "finish_prompt")],
 }
 
 
 @contextmanager
-def parts_timed(engine: Engine) -> Iterator[dict[str, float]]:
+def parts_timed(parts: dict[str, list]) -> Iterator[dict[str, float]]:
     """Seconds inside the functions of each part, while it lasts; a part that encloses others counts without them."""
-    spent: dict[str, float] = defaultdict(float)
+    spent = dict.fromkeys(parts, 0.0)
     inside = [0.0]  # seconds of the parts that the running one encloses
 
     def timed(part: str, function: Callable) -> Callable:
@@ -181,21 +190,17 @@ def parts_timed(engine: Engine) -> Iterator[dict[str, float]]:
         return run
 
     with ExitStack() as stack:
-        for part, functions in PARTS.items():
+        for part, functions in parts.items():
             for owner, name in functions:
                 stack.enter_context(mock.patch.object(owner, name, timed(part, getattr(owner, name))))
-        shard = engine.cache.shard
-        reduce = shard.reduce
-        object.__setattr__(shard, "reduce", timed("exchange", reduce))
         yield spent
-        object.__setattr__(shard, "reduce", reduce)
 
 
 def breakdown(ours: Ours, steps: int) -> dict[str, float]:
     """Milliseconds of a step by part; rest: sampling, embedding, and the interpreter between the parts."""
-    with parts_timed(ours.engine) as spent:
+    with parts_timed(PARTS) as spent:
         times = ours.decode(steps)
-    parts = {part: spent[part] / steps * 1e3 for part in (*PARTS, "exchange")}
+    parts = {part: seconds / steps * 1e3 for part, seconds in spent.items()}
     return parts | {"rest": sum(times) / steps * 1e3 - sum(parts.values())}
 
 
@@ -240,9 +245,13 @@ def main() -> None:
         runner.decode(2)
     prefill_s: dict[str, list[float]] = defaultdict(list)
     decode_s: dict[str, list[float]] = defaultdict(list)
+    prompt_parts: dict[str, dict[str, float]] = {}  # of the last prefill
     for _ in range(args.prefills):
         for name, runner in runners.items():
-            prefill_s[name].append(runner.prefill(prompt))
+            with parts_timed(PROMPT_PARTS) as spent:
+                prefill_s[name].append(runner.prefill(prompt))
+            if name in names:
+                prompt_parts[name] = spent | {"rest": prefill_s[name][-1] - sum(spent.values())}
     for runner in runners.values():
         runner.decode(2)
     for _ in range(-(-args.new_tokens // args.turn)):
@@ -260,6 +269,8 @@ def main() -> None:
             f"decode {ms[name]:6.1f} ms ({min(decode_s[name]) * 1e3:.1f} .. {max(decode_s[name]) * 1e3:.1f}), "
             f"{1e3 / ms[name]:5.1f} tokens/s   {ms[name] / ms['ours']:.2f} x ours"
         )
+    for name, spent in prompt_parts.items():
+        print(f"of a prompt, {name}: " + ", ".join(f"{part} {took:.2f} s" for part, took in spent.items()))
     print("of a step: " + ", ".join(f"{part} {took:.1f} ms" for part, took in parts.items()))
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
     best = min((prefills[name] for name in peers), default=None)
@@ -276,6 +287,7 @@ def main() -> None:
         "other_exact_logits_error": {
             name: checks[dtype]["exact_logits_error"] for name, dtype in zip(names[1:], dtypes[1:], strict=True)
         },
+        "prompt_parts_s": prompt_parts,
         "breakdown_ms": parts, "weight_bytes": weight_bytes, "stream_gb_s": rate, "ceiling_ms": ceiling_ms,
         "fraction_of_stream": ceiling_ms / ms["ours"], "kv_ratio": kv["ratio"], "kv_ratio_total": kv["ratio_total"],
         "read_bits_per_element": kv["read_bits_per_element"], **checks[dtypes[0]],
