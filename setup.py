@@ -29,7 +29,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     CPU_FLAGS.append("-DBITKV_X86")
     CPU_SOURCES["avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_SOURCES["avxvnni.cpp"] = ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"]
-    CPU_SOURCES["avx512.cpp"] = [
+    AVX512 = [
         "-mfma",
         "-mavx512f",
         "-mavx512bw",
@@ -41,6 +41,8 @@ if platform.machine() in ("x86_64", "AMD64"):
         "-mf16c",
         "-mprefer-vector-width=512",
     ]
+    CPU_SOURCES["avx512.cpp"] = AVX512
+    CPU_SOURCES["avx512bf16.cpp"] = [*AVX512, "-mavx512bf16"]
 
 
 class BuildKernels(build_ext):
@@ -48,7 +50,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            # Most of the time goes into the last two, which need not wait for each other.
+            # Most of the time goes into avxvnni.cpp and avx512.cpp, which need not wait for each other.
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 compiling = [pool.submit(self.compile_source, source, flags, ext) for source, flags in CPU_SOURCES.items()]
             # Those without flags come first: of a function that several of them hold, the linker keeps the one that runs

@@ -1,12 +1,14 @@
 """A whole decode step with a packed cache against `model.generate` of transformers, on CPU: how fast, and where does it go?
 
     python benchmarks/decode_step.py --threads 1 --json -
-    python benchmarks/decode_step.py --threads 2 --config 4bit --weights bfloat16 --prefills 2
+    python benchmarks/decode_step.py --threads 2 --config 4bit --dtype float32 --weights bfloat16 --prefills 2
 
-The same prompt and greedy decoding for all: `generate` with its own cache in float32 and in bfloat16, and the engine. First the
-engine is checked: with `--config exact` and unrounded weights a part of the prompt must give `generate`'s token ids; with
-rounded weights its logits must stay close. Then prefills in turn (a prefill ends with the first token), then decoding in turns
-of a few tokens each, warm-up excluded, medians with spread; at last the parts of a step of ours, timed apart from the rest.
+The same prompt and greedy decoding for all: `generate` with its own cache in float32 and in bfloat16, and the engine in both;
+the first of --dtype is called "ours", and its step is taken apart. First the engine is checked: with `--config exact` and
+unrounded weights a part of the prompt must give `generate`'s token ids; with rounded weights, or in bfloat16, its logits must
+stay close to those of float32. Then prefills in turn (a prefill ends with the first token; the parts of the last one are
+printed), then decoding in turns of a few tokens each, warm-up excluded, medians with spread; at last the parts of a step of
+ours, timed apart from the rest.
 The ceiling is the time to stream the weights once. The last line is one JSON object.
 """
 
@@ -32,7 +34,8 @@ from streaming import stream_gb_s
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from bitkv_dist import checkpoint, model, report
+from bitkv_dist import checkpoint, decoder, layer, model, report
+from bitkv_dist.cache import Shard
 from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
@@ -46,15 +49,16 @@ from bitkv_dist.parallel.world import World
 from bitkv_dist.text import read_prompt_file
 
 CHECKED_TOKENS, CHECKED_STEPS = 700, 16
-PEERS = {"hf-fp32": torch.float32, "hf-bf16": torch.bfloat16}
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+PEERS = {f"hf-{short}": getattr(torch, dtype) for dtype, short in SHORT.items()}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--config", default="tiered4", help="preset or YAML file of the cache")
-    parser.add_argument("--dtype", default="float32", help="of ours: float32 or bfloat16")
-    parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in")
+    parser.add_argument("--dtype", default="float32,bfloat16", help="of ours: one or both of them")
+    parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in, in float32")
     parser.add_argument("--text", action="append", help="joined until there are enough tokens")
     parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
     parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens of each contestant")
@@ -64,6 +68,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write the JSON object to this file; - is the last line, which is always printed")
     args = parser.parse_args()
+    if strange := set(args.dtype.split(",")) - set(SHORT):
+        parser.error(f"--dtype {', '.join(sorted(strange))}: must be one or both of {', '.join(SHORT)}")
     args.text = args.text or ["tests/data/tale.txt", "tests/data/handbook.txt"]
     return args
 
@@ -148,20 +154,27 @@ def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: i
     return {"exact_logits_error": error, "exact_ids_equal": found == wanted[: len(found)], "checked_tokens": len(found)}
 
 
-# -- where a step goes
+# -- where the time goes
 
 PARTS = {
     "linear": [(dense, "project"), (dense, "feed_forward")],
     "lm_head": [(dense, "head")],
     "attention": [(View, "see"), (planes_cpu, "finish")],
     "attention_python": [(PackedLayer, "update"), (PackedLayer, "attend")],
+    "exchange": [(Shard, "merge")],
+}
+PROMPT_PARTS = {
+    "linear": [(decoder, "linear")],
+    "attention": [(layer, "causal_attention")],
+    "between": [(dense, "norm"), (dense, "place"), (dense, "gate")],
+    "sealing": [(PackedLayer, "finish_prompt")],
 }
 
 
 @contextmanager
-def parts_timed(engine: Engine) -> Iterator[dict[str, float]]:
+def parts_timed(parts: dict[str, list]) -> Iterator[dict[str, float]]:
     """Seconds inside the functions of each part, while it lasts; a part that encloses others counts without them."""
-    spent: dict[str, float] = defaultdict(float)
+    spent = dict.fromkeys(parts, 0.0)
     inside = [0.0]  # seconds of the parts that the running one encloses
 
     def timed(part: str, function: Callable) -> Callable:
@@ -177,21 +190,17 @@ def parts_timed(engine: Engine) -> Iterator[dict[str, float]]:
         return run
 
     with ExitStack() as stack:
-        for part, functions in PARTS.items():
+        for part, functions in parts.items():
             for owner, name in functions:
                 stack.enter_context(mock.patch.object(owner, name, timed(part, getattr(owner, name))))
-        shard = engine.cache.shard
-        reduce = shard.reduce
-        object.__setattr__(shard, "reduce", timed("exchange", reduce))
         yield spent
-        object.__setattr__(shard, "reduce", reduce)
 
 
 def breakdown(ours: Ours, steps: int) -> dict[str, float]:
     """Milliseconds of a step by part; rest: sampling, embedding, and the interpreter between the parts."""
-    with parts_timed(ours.engine) as spent:
+    with parts_timed(PARTS) as spent:
         times = ours.decode(steps)
-    parts = {part: spent[part] / steps * 1e3 for part in (*PARTS, "exchange")}
+    parts = {part: seconds / steps * 1e3 for part, seconds in spent.items()}
     return parts | {"rest": sum(times) / steps * 1e3 - sum(parts.values())}
 
 
@@ -200,7 +209,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    served = model.load(args.model, dtype=getattr(torch, args.dtype), device=torch.device("cpu"), weights=args.weights)
+    dtypes = args.dtype.split(",")
+    loaded = {
+        dtype: model.load(args.model, dtype=getattr(torch, dtype), device=torch.device("cpu"), weights=args.weights)
+        for dtype in dtypes
+    }
+    served = loaded[dtypes[0]]
     prompt: list[int] = []
     for text in args.text:
         if len(prompt) < args.tokens:
@@ -209,8 +223,10 @@ def main() -> None:
     place = checkpoint.localise(args.model)
     peers = {name: Stock(place, PEERS[name]) for name in args.peers.split(",") if name}
     reference = peers.get("hf-fp32") or Stock(place, torch.float32)
-    rounded = "bfloat16" in (args.weights, args.dtype)
-    checked = check(served, reference, prompt[:CHECKED_TOKENS], args.threads, rounded)
+    checks = {
+        dtype: check(each, reference, prompt[:CHECKED_TOKENS], args.threads, "bfloat16" in (args.weights, dtype))
+        for dtype, each in loaded.items()
+    }
 
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in served.module.parameters())
     rate = stream_gb_s()
@@ -219,17 +235,23 @@ def main() -> None:
         f"{weight_bytes / 1e6:.0f} MB of weights, {rate:.1f} GB/s streamed by {args.threads} thread(s): "
         f"{ceiling_ms:.1f} ms would be memory speed"
     )
-    print(f"with an exact cache: {checked}")
+    print("with an exact cache: " + ", ".join(f"{dtype} {checked}" for dtype, checked in checks.items()))
 
-    runners: dict[str, Stock | Ours] = {"ours": Ours(served, args.config, args.threads), **peers}
+    names = ["ours", *(f"ours-{SHORT[dtype]}" for dtype in dtypes[1:])]
+    ours_each = {name: Ours(each, args.config, args.threads) for name, each in zip(names, loaded.values(), strict=True)}
+    runners: dict[str, Stock | Ours] = {**ours_each, **peers}
     for runner in runners.values():
         runner.prefill(prompt[:CHECKED_TOKENS])
         runner.decode(2)
     prefill_s: dict[str, list[float]] = defaultdict(list)
     decode_s: dict[str, list[float]] = defaultdict(list)
+    prompt_parts: dict[str, dict[str, float]] = {}  # of the last prefill
     for _ in range(args.prefills):
         for name, runner in runners.items():
-            prefill_s[name].append(runner.prefill(prompt))
+            with parts_timed(PROMPT_PARTS) as spent:
+                prefill_s[name].append(runner.prefill(prompt))
+            if name in names:
+                prompt_parts[name] = spent | {"rest": prefill_s[name][-1] - sum(spent.values())}
     for runner in runners.values():
         runner.decode(2)
     for _ in range(-(-args.new_tokens // args.turn)):
@@ -243,24 +265,32 @@ def main() -> None:
     prefills = {name: statistics.median(times) for name, times in prefill_s.items()}
     for name in runners:
         print(
-            f"{name:8s} prefill {prefills[name]:6.2f} s ({min(prefill_s[name]):.2f} .. {max(prefill_s[name]):.2f})   "
+            f"{name:9s} prefill {prefills[name]:6.2f} s ({min(prefill_s[name]):.2f} .. {max(prefill_s[name]):.2f})   "
             f"decode {ms[name]:6.1f} ms ({min(decode_s[name]) * 1e3:.1f} .. {max(decode_s[name]) * 1e3:.1f}), "
             f"{1e3 / ms[name]:5.1f} tokens/s   {ms[name] / ms['ours']:.2f} x ours"
         )
+    for name, spent in prompt_parts.items():
+        print(f"of a prompt, {name}: " + ", ".join(f"{part} {took:.2f} s" for part, took in spent.items()))
     print("of a step: " + ", ".join(f"{part} {took:.1f} ms" for part, took in parts.items()))
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
-    names = list(peers)
+    best = min((prefills[name] for name in peers), default=None)
     result = {
-        "model": args.model, "config": args.config, "dtype": args.dtype, "weights": str(served.weights).removeprefix("torch."),
+        "model": args.model, "config": args.config, "dtype": dtypes[0], "weights": str(served.weights).removeprefix("torch."),
         "prompt_tokens": len(prompt),
         "decoded_tokens": len(decode_s["ours"]), "threads": args.threads, "isa": dispatch.backend(torch.device("cpu"))[0],
-        "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in names},
-        "decode_ratio": min(ms[name] for name in names) / ms["ours"] if names else None,
-        "ours_prefill_s": prefills["ours"], "peers_prefill_s": {name: prefills[name] for name in names},
-        "prefill_ratio": prefills["ours"] / min(prefills[name] for name in names) if names else None,
+        "ours_ms": ms["ours"], "ours_tokens_per_s": 1e3 / ms["ours"], "peers_ms": {name: ms[name] for name in peers},
+        "decode_ratio": min(ms[name] for name in peers) / ms["ours"] if peers else None,
+        "ours_prefill_s": prefills["ours"], "peers_prefill_s": {name: prefills[name] for name in peers},
+        "prefill_ratio": prefills["ours"] / best if peers else None,
+        "other_ms": {name: ms[name] for name in names[1:]}, "other_prefill_s": {name: prefills[name] for name in names[1:]},
+        "other_prefill_ratio": {name: prefills[name] / best if peers else None for name in names[1:]},
+        "other_exact_logits_error": {
+            name: checks[dtype]["exact_logits_error"] for name, dtype in zip(names[1:], dtypes[1:], strict=True)
+        },
+        "prompt_parts_s": prompt_parts,
         "breakdown_ms": parts, "weight_bytes": weight_bytes, "stream_gb_s": rate, "ceiling_ms": ceiling_ms,
         "fraction_of_stream": ceiling_ms / ms["ours"], "kv_ratio": kv["ratio"], "kv_ratio_total": kv["ratio_total"],
-        "read_bits_per_element": kv["read_bits_per_element"], **checked,
+        "read_bits_per_element": kv["read_bits_per_element"], **checks[dtypes[0]],
         "torch": torch.__version__, "transformers": transformers.__version__,
         "machine": platform.processor() or platform.machine(),
     }  # fmt: skip

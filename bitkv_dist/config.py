@@ -34,7 +34,7 @@ class ParallelConfig:
     layout: str = "replicated"  # of the weights behind attention: replicated over SP | helix: shared by all ranks
     exchange: str = "auto"  # of attention: allgather | alltoall | allreduce | auto = alltoall with helix, else allgather
     bind: str = "auto"  # auto: each rank to its own cores, or those near its GPU, where the launcher has not | none
-    cpu_isa: str = "auto"  # of the CPU kernels: auto (the best of the machine) | avx512 | avxvnni | avx2 | portable
+    cpu_isa: str = "auto"  # of the CPU kernels: auto = the machine's best | avx512bf16 | avx512 | avxvnni | avx2 | portable
     start_timeout_s: float = 600.0
     step_timeout_s: float = 30.0  # how long a rank may hang before the others give it up
 
@@ -50,7 +50,7 @@ class ParallelConfig:
             rule = "it leaves each rank with some heads alone, and layout replicated needs all of them"
             refuse(self, "exchange", rule, "take allgather, or layout helix")
         one_of(self, "bind", ("auto", "none"))
-        one_of(self, "cpu_isa", ("auto", "avx512", "avxvnni", "avx2", "portable"))
+        one_of(self, "cpu_isa", ("auto", "avx512bf16", "avx512", "avxvnni", "avx2", "portable"))
         for name in ("start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 refuse(self, name, "must be above 0 seconds", "give the seconds to wait")

@@ -2,7 +2,8 @@
 
 A decode step has a row per sequence. Its cost is reading the weights once, so they are read where they lie, in float32 or
 bfloat16; everything is computed in float32, whatever the weights' type, and no number of rows or threads changes a bit.
-A prompt has many rows: its matrix products are torch's, and only the small operations between them are ours.
+A prompt has many rows: its matrix products are torch's, in the run's dtype, and only the small operations between them are
+ours.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ def unserved(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
     return None if config.hidden_act == "silu" else f"activation {config.hidden_act}"
 
 
+def linear(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """`module` over x [b, n, in]. In bfloat16 a single row goes with a second: alone, torch sums it in another order."""
+    if x.dtype != torch.bfloat16 or x.shape[:2].numel() > 1:
+        return module(x)
+    return module(x.expand(2, -1, -1))[:1]
+
+
 class Decoder:
-    """Decode steps of one model. Everything it computes is float32."""
+    """Decode steps of one model, which it computes in float32, and layers of prompts."""
 
     def __init__(self, module: PreTrainedModel, head_dim: int) -> None:
         self.module, self.head_dim = module, head_dim
@@ -68,28 +76,29 @@ class Decoder:
         angles: tuple[torch.Tensor, torch.Tensor],
         cache: PackedCache,
     ) -> torch.Tensor:
-        """A prompt's layer in float32: hidden [b, n, E] -> [b, n, E]; angles: (cosine, sine) [b, n, rotary dim].
+        """A prompt's layer: hidden [b, n, E], float32 or bfloat16 -> [b, n, E]; angles fp32 (cosine, sine) [b, n, rotary dim].
 
-        Torch's matrix products with the weights of `module`, layer `index` in float32, and our own kernels between them.
+        Torch's matrix products with the weights of `module`, layer `index` in hidden's dtype, and our own kernels between them,
+        which compute in float32 and round once.
         """
         block, attention, mlp, shape = self.blocks[index], module.self_attn, module.mlp, (*hidden.shape[:2], -1, self.head_dim)
         normed = dense.norm(block.attention_norm, block.eps, hidden.contiguous())
         if hasattr(attention, "qkv_proj"):
             widths = [block.heads * block.dim, *[block.kv_heads * block.dim] * 2]
-            q, k, v = (part.contiguous() for part in attention.qkv_proj(normed).split(widths, -1))
+            q, k, v = (part.contiguous() for part in linear(attention.qkv_proj, normed).split(widths, -1))
         else:
-            q, k, v = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+            q, k, v = (linear(getattr(attention, f"{name}_proj"), normed) for name in "qkv")
         dense.place(block, *(part.expand(*hidden.shape[:2], -1).contiguous() for part in angles), q, k)
         q, k, v = (part.view(shape).transpose(1, 2) for part in (q, k, v))
         handle, _ = cache.update(k, v, index)
-        hidden = hidden + attention.o_proj(handle.attend(q, self.scaling).flatten(2))
+        hidden = hidden + linear(attention.o_proj, handle.attend(q, self.scaling).flatten(2))
         normed = dense.norm(block.mlp_norm, block.eps, hidden)
         if hasattr(mlp, "gate_up_proj"):
-            gate, up = (part.contiguous() for part in mlp.gate_up_proj(normed).chunk(2, -1))
+            gate, up = (part.contiguous() for part in linear(mlp.gate_up_proj, normed).chunk(2, -1))
         else:
-            gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+            gate, up = linear(mlp.gate_proj, normed), linear(mlp.up_proj, normed)
         dense.gate(gate, up)
-        return hidden.add_(mlp.down_proj(gate))
+        return hidden.add_(linear(mlp.down_proj, gate))
 
     # -- the weights, layer by layer
 

@@ -87,8 +87,9 @@ class ServedModel:
 
     @torch.no_grad()
     def rotary(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [b, n] -> (cos, sin), each [b, n, rotary dim], in hidden's dtype and on its device."""
-        return self.module.model.rotary_emb(hidden, position_ids)
+        """position_ids [b, n] -> (cos, sin), each [b, n, rotary dim], on hidden's device, in its dtype or, for our own kernels,
+        float32."""
+        return self.module.model.rotary_emb(hidden if self.decoder is None else hidden[:, :0].float(), position_ids)
 
     @torch.no_grad()
     def layer(
@@ -112,7 +113,7 @@ class ServedModel:
         layer = self.widened.layer(place) if self.widened else self.module.model.layers[place]
         if self.shards is not None and self.split.helix:
             self.shards.round_rows = round_rows
-        if self.decoder is not None and self.dtype == torch.float32:
+        if self.decoder is not None:
             return self.decoder.layer(index, layer, hidden, position_embeddings, cache)
         hidden = layer(
             hidden,

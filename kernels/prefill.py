@@ -1,6 +1,7 @@
 """Exact causal attention of a chunk of prompt queries over all keys so far, without a mask in memory.
 
-On CPUs with AVX2 by a kernel of our own (kernels/cpu/prompt.hpp), elsewhere by torch's fused ones: there, the keys before the
+On CPUs with AVX2 by kernels of our own (kernels/cpu/prompt.hpp and, for a model in bfloat16 where the instruction set has
+products of it, prompt_bfloat16.hpp), elsewhere by torch's fused ones: there, the keys before the
 chunk and the chunk itself are attended to apart and merged by their log-sum-exp, so nothing proportional to chunk x T beyond
 the fused kernel's tiles is ever allocated.
 """
@@ -12,7 +13,7 @@ import math
 import torch
 
 from bitkv_dist.kernels import dispatch
-from bitkv_dist.kernels.cpu.step import attend_prompt
+from bitkv_dist.kernels.cpu import prompt
 from bitkv_dist.kernels.reference import attend_dense
 
 # The fused CPU kernel splits a handful of query rows by thread count, which changes last bits (measured with one row per head).
@@ -23,8 +24,8 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling:
     """q [HK, G, n, D], the queries of the last n of T tokens; k, v [HK, T, D]; all in the model's dtype -> [HK, G, n, D]."""
     if q.is_cuda:
         return masked_sdpa(q, k, v, scaling)
-    if dispatch.on_cpu(q.device) and (out := attend_prompt(q.float(), k.float(), v.float(), scaling)) is not None:
-        return out.to(q.dtype)
+    if dispatch.on_cpu(q.device) and (out := prompt.causal_attention(q, k, v, scaling)) is not None:
+        return out
     n, total = q.shape[2], k.shape[1]
     if q.shape[1] * n < FEW_ROWS:
         return dense(q, k, v, scaling)

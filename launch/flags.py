@@ -41,7 +41,7 @@ _GRID = (
     ("--bind", "parallel.bind", "auto: each rank to its own cores, or those near its GPU; or none"),
     ("--start-timeout", "parallel.start_timeout_s", "seconds that ranks wait for each other while they start and load"),
     ("--step-timeout", "parallel.step_timeout_s", "seconds that they wait for each other afterwards"),
-    ("--cpu-isa", "parallel.cpu_isa", "of the CPU kernels, where hosts differ: auto, avx512, avxvnni, avx2 or portable"),
+    ("--cpu-isa", "parallel.cpu_isa", "of the CPU kernels, if hosts differ: auto, avx512bf16, avx512, avxvnni, avx2, portable"),
 )
 
 

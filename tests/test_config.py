@@ -154,7 +154,7 @@ def test_overrides_reach_nested_fields():
         ({"parallel.sp": 257}, ("parallel.sp 257",)),
         ({"parallel.tp": 1.0}, ("parallel.tp 1.0", "whole number")),
         ({"parallel.device": "gpu"}, ("parallel.device 'gpu'", "auto, cpu, cuda")),
-        ({"parallel.cpu_isa": "sse2"}, ("parallel.cpu_isa 'sse2'", "auto, avx512, avxvnni, avx2, portable")),
+        ({"parallel.cpu_isa": "sse2"}, ("parallel.cpu_isa 'sse2'", "auto, avx512bf16, avx512, avxvnni, avx2, portable")),
         ({"parallel.step_timeout_s": 0}, ("parallel.step_timeout_s 0.0", "above 0")),
         ({"generate.chunk": 300}, ("generate.chunk 300", "must divide 512", "nearest is 256")),
         ({"generate.chunk": 1024}, ("generate.chunk 1024", "nearest is 512")),

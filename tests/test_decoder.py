@@ -10,6 +10,7 @@ import pytest
 import simulated
 import tiny
 import torch
+from chunked import read
 from lossless import LosslessCache
 from recorded import SMALL, RecordingEngine
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from bitkv_dist import model
 from bitkv_dist.cache_config import CacheConfig
 from bitkv_dist.config import GenerateConfig
+from bitkv_dist.decoder import linear
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu import dense
 
@@ -149,6 +151,52 @@ def test_a_batch_changes_no_bit(tmp_path):
         logits = simulated.run(1, alone)[0]
         assert torch.equal(logits[1:], together[1:, row])
         torch.testing.assert_close(logits[0], together[0, row], atol=1e-4, rtol=0)  # the prompt's head is torch's
+
+
+# ------------------------------------------------------------------------------------------------- prompts in bfloat16
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
+def test_a_prompt_in_bfloat16_is_closer_to_float32_than_transformers_layers(architecture, tmp_path):
+    """Both round what they keep; ours rounds fewer numbers between."""
+    folder = tiny.save(tmp_path, architecture)
+    half = load(folder, dtype=torch.bfloat16)
+    assert half.decoder is not None and half.weights == torch.bfloat16
+    whole = replace(load(folder, weights="bfloat16"), decoder=None)
+    ours, theirs, wanted = (read(each, tiny.prompt(150), [150]) for each in (half, replace(half, decoder=None), whole))
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - wanted).norm() < (theirs.float() - wanted).norm() < 5e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
+def test_neither_chunks_nor_threads_change_a_bit_of_a_prompt_in_bfloat16(architecture, tmp_path):
+    served = load(tiny.save(tmp_path, architecture), dtype=torch.bfloat16)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found += [read(served, tiny.prompt(150), chunks) for chunks in ([150], [64, 64, 22], [1, 2, 1, 17, 129])]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_a_row_alone_is_that_of_a_batch():
+    """Of 64 rows of this size torch alone sums 27 otherwise."""
+    torch.manual_seed(0)
+    module, x = torch.nn.Linear(4096, 2048, bias=False, dtype=torch.bfloat16), torch.randn(1, 64, 4096).bfloat16()
+    assert torch.equal(torch.cat([linear(module, row) for row in x.split(1, 1)], 1), linear(module, x))
+
+
+def test_numbers_are_rounded_as_torch_rounds_them():
+    """Halves to even, infinities and NaN kept; the gate of bfloat16 numbers is that of their float32 values, rounded."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(16, -1)  # all there are
+    up = bits.flip(0, 1).contiguous()
+    for _ in isas_and_threads():
+        gates, wide = bits.clone(), bits.float()
+        dense.gate(gates, up)
+        dense.gate(wide, up.float())
+        torch.testing.assert_close(gates, wide.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------------ what the weights are kept in

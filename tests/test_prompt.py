@@ -26,9 +26,9 @@ def folder(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("prompt"), num_attention_heads=8, num_key_value_heads=HEADS, head_dim=16)
 
 
-def answer(mesh, folder, cache: str, heads_at_once: int = HEADS, chunk: int = 512, **generate):
+def answer(mesh, folder, cache: str, heads_at_once: int = HEADS, chunk: int = 512, dtype=torch.float32, **generate):
     """Tokens, digest of the sealed bytes, exact rows, what was learnt, and the most that prompt keys took."""
-    served = model.load(str(folder), dtype=torch.float32, device=torch.device("cpu"), ranks=mesh)
+    served = model.load(str(folder), dtype=dtype, device=torch.device("cpu"), ranks=mesh)
     settings = {"max_new_tokens": 5, "ignore_eos": True, "chunk": chunk} | generate
     engine = Engine(served, CACHES[cache], mesh, GenerateConfig(model=str(folder), **settings))
     if not generate:  # these prompts are so short that the buffers of an exchange are more than they
@@ -54,6 +54,19 @@ def test_the_answer_does_not_depend_on_it(folder, cache):
             for mine, wanted in zip([*found[2], *found[3]], [*whole[2], *whole[3]], strict=True):
                 assert mine is wanted is None or torch.equal(mine, wanted)
             assert found[4] < whole[4]
+
+
+def test_nor_in_bfloat16(folder):
+    """Nor on threads: the sums of a row's products are those of no other row."""
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count, ranks, at_once, chunk in [(1, 1, HEADS, 512), (2, 1, HEADS, 128), (1, 2, 1, 512), (2, 3, 3, 64)]:
+            torch.set_num_threads(count)
+            found += simulated.run(ranks, answer, folder, "4bit", at_once, chunk, torch.bfloat16)
+    finally:
+        torch.set_num_threads(threads)
+    for other in found:
+        assert other[:2] == found[0][:2] and all(map(torch.equal, other[2], found[0][2]))
 
 
 @pytest.mark.parametrize("layout", ["replicated", "helix"])

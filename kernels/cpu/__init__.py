@@ -1,8 +1,8 @@
 """CPU kernels in C++ behind ctypes: twins of kernels/reference that read the packed pages in place.
 
 The library is built by setup.py when there is a compiler; instruction sets (portable, AVX2, AVX-VNNI, AVX-512 with VNNI and
-VBMI) are compiled side by side and chosen at run time. `load()` returns None, and `reason()` says why, where there is no
-library, or one that was built from other sources.
+VBMI, the same with BF16 for prompts) are compiled side by side and chosen at run time. `load()` returns None, and `reason()`
+says why, where there is no library, or one that was built from other sources.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 HUGE_BYTES = 4 << 20  # smaller tensors gain nothing from huge pages and would round up to one
 
-INTERFACE = 2  # of the functions and structs that cross; see interface.hpp
+INTERFACE = 3  # of the functions and structs that cross; see interface.hpp
 NOT_BUILT = "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
 REBUILD = "rebuild: pip install -e . --no-deps --no-build-isolation"
-ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3}
+ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3, "avx512bf16": 4}
 
 
 class Layout(ctypes.Structure):
@@ -84,7 +84,7 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
     if (there := library.bitkv_interface()) != INTERFACE:
         return None, f"{file} was built from other sources (interface {there}, this program calls {INTERFACE}); {REBUILD}"
     library.bitkv_choose.restype = ctypes.c_char_p
-    for name in ("attend", "see", "attend_words", "see_words", "finish", "attend_prompt"):
+    for name in ("attend", "see", "attend_words", "see_words", "finish", "attend_prompt", "attend_prompt_bfloat16"):
         getattr(library, f"bitkv_{name}").restype = ctypes.c_int64
     return library, ""
 

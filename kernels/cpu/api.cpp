@@ -28,12 +28,13 @@ bool has_avxvnni() {
 #endif
 
 // Instruction sets by number; the best that a machine has is the last.
-constexpr int64_t ISAS = 4;
+constexpr int64_t ISAS = 5;
 
 bool supported(int64_t isa) {
 #ifdef BITKV_X86
     if (isa > 0 && !(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"))) return false;
-    if (isa == 3)
+    if (isa == 4 && !__builtin_cpu_supports("avx512bf16")) return false;
+    if (isa >= 3)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
     if (isa == 2) return has_avxvnni();
@@ -45,6 +46,7 @@ bool supported(int64_t isa) {
 
 const Kernels& kernels_of(int64_t isa) {
 #ifdef BITKV_X86
+    if (isa == 4) return avx512bf16_kernels();
     if (isa == 3) return avx512_kernels();
     if (isa == 2) return avxvnni_kernels();
     if (isa == 1) return avx2_kernels();
@@ -58,6 +60,19 @@ const Kernels& best() {
     return kernels_of(isa);
 }
 
+template <class Run, class Number>
+int64_t attend_prompt_by(Run run, int64_t kv_heads, int64_t group, int64_t n, int64_t dim, int64_t total, float scale, const Number* q,
+                         const Number* k, const Number* v, int64_t head_stride, Number* out, int64_t threads) {
+    if (!run) return 0;
+    // Rows of a task: enough that turning a block of keys costs little, few enough to stay in the cache and to share them out.
+    const int64_t rows = group * n, some = std::clamp<int64_t>(kv_heads * rows / (4 * threads), 96, 768), tasks = (rows + some - 1) / some;
+    Pool::instance().run(kv_heads * tasks, threads, [&](int64_t task) {
+        const int64_t head = task / tasks, first = task % tasks * some, offset = head * rows * dim;
+        run(dim, n, total, scale, q + offset, k + head * head_stride, v + head * head_stride, first, std::min(rows, first + some), out + offset);
+    });
+    return 1;
+}
+
 }  // namespace
 
 const Kernels& bitkv::kernels() {
@@ -69,7 +84,7 @@ extern "C" {
 
 int64_t bitkv_interface() { return INTERFACE; }
 
-// Chooses an instruction set: 0 portable, 1 avx2, 2 avxvnni, 3 avx512, -1 the best. Returns its name, or null if this machine lacks it.
+// Chooses an instruction set: 0 portable, 1 avx2, 2 avxvnni, 3 avx512, 4 avx512bf16, -1 the best. Returns its name, or null if this machine lacks it.
 const char* bitkv_choose(int64_t isa) {
     if (isa >= 0 && !supported(isa)) return nullptr;
     const Kernels& found = isa >= 0 ? kernels_of(isa) : best();
@@ -186,18 +201,17 @@ int64_t bitkv_finish(int64_t kv_heads, int64_t group, int64_t dim, const float* 
 }
 
 // Causal attention of prompt queries q [HK, G, n, D], the last n of `total` positions, over k and v [total, D] of each KV head, which are
-// head_stride floats apart; out like q. Returns 0, having done nothing, where the instruction set has no such kernel.
+// head_stride numbers apart; out like q; all float32 or all bfloat16. Returns 0, having done nothing, where the instruction set has no such
+// kernel.
 int64_t bitkv_attend_prompt(int64_t kv_heads, int64_t group, int64_t n, int64_t dim, int64_t total, float scale, const float* q, const float* k,
                             const float* v, int64_t head_stride, float* out, int64_t threads) {
-    const auto run = kernels().attend_prompt;
-    if (!run) return 0;
-    // Rows of a task: enough that turning a block of keys costs little, few enough to stay in the cache and to share them out.
-    const int64_t rows = group * n, some = std::clamp<int64_t>(kv_heads * rows / (4 * threads), 96, 768), tasks = (rows + some - 1) / some;
-    Pool::instance().run(kv_heads * tasks, threads, [&](int64_t task) {
-        const int64_t head = task / tasks, first = task % tasks * some, offset = head * rows * dim;
-        run(dim, n, total, scale, q + offset, k + head * head_stride, v + head * head_stride, first, std::min(rows, first + some), out + offset);
-    });
-    return 1;
+    return attend_prompt_by(kernels().attend_prompt, kv_heads, group, n, dim, total, scale, q, k, v, head_stride, out, threads);
+}
+
+int64_t bitkv_attend_prompt_bfloat16(int64_t kv_heads, int64_t group, int64_t n, int64_t dim, int64_t total, float scale, const uint16_t* q,
+                                     const uint16_t* k, const uint16_t* v, int64_t head_stride, uint16_t* out, int64_t threads) {
+    if (dim % 2 || !(scale > 0)) return 0;
+    return attend_prompt_by(kernels().attend_prompt_bfloat16, kv_heads, group, n, dim, total, scale, q, k, v, head_stride, out, threads);
 }
 
 // Two inner pieces, for tests; see interface.hpp.

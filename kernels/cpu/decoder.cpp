@@ -58,28 +58,53 @@ void share_rows(int64_t rows, int64_t threads, const Work& work) {
     });
 }
 
+// Calls work(other, row) with row r of `other` and of x [rows, width], which it changes; both may be the same. Rows in bfloat16 travel as
+// float32 copies.
+template <class Work>
+void with_row(void* x, bool bfloat16, int64_t r, int64_t width, const void* other, const Work& work) {
+    if (!bfloat16) return work((const float*)other + r * width, (float*)x + r * width);
+    thread_local std::vector<float> room;
+    room.resize(2 * width);
+    uint16_t* row = (uint16_t*)x + r * width;
+    const bool same = x == other;
+    kernels().widen(width, row, room.data());
+    if (!same) kernels().widen(width, (const uint16_t*)other + r * width, &room[width]);
+    work(same ? room.data() : &room[width], room.data());
+    kernels().narrow(width, room.data(), row);
+}
+
 }  // namespace
 
 extern "C" {
 
-// The small operations of a prompt's layer, between torch's matrix products; all of them row by row.
+// The small operations of a prompt's layer, between torch's matrix products; all of them row by row, over numbers in float32, or in bfloat16,
+// which are widened and rounded once.
 
-// y[r] = norm of x[r], fp32 [rows, width]
-void bitkv_norm(const float* weight, float eps, const float* x, int64_t rows, int64_t width, float* y, int64_t threads) {
-    share_rows(rows, threads, [&](int64_t r) { kernels().rms_norm(width, eps, x + r * width, weight, y + r * width); });
-}
-
-// Norms, where the architecture has them, and rotary positions of q [rows, H, D] and k [rows, HK, D] in place.
-void bitkv_place(const Block* block, const float* cosine, const float* sine, float* q, float* k, int64_t rows, int64_t threads) {
+// y[r] = norm of x[r], [rows, width]; weight fp32
+void bitkv_norm(const float* weight, float eps, const void* x, int64_t bfloat16, int64_t rows, int64_t width, void* y, int64_t threads) {
     share_rows(rows, threads, [&](int64_t r) {
-        place(*block, block->heads, block->query_norm, cosine + r * block->rotary_dim, sine + r * block->rotary_dim, q + r * block->heads * block->dim);
-        place(*block, block->kv_heads, block->key_norm, cosine + r * block->rotary_dim, sine + r * block->rotary_dim, k + r * block->kv_heads * block->dim);
+        with_row(y, bfloat16, r, width, x, [&](const float* from, float* to) { kernels().rms_norm(width, eps, from, weight, to); });
     });
 }
 
-// gate = silu(gate) * up, fp32 [rows, width]
-void bitkv_gate(float* gate, const float* up, int64_t rows, int64_t width, int64_t threads) {
-    share_rows(rows, threads, [&](int64_t r) { kernels().gated(width, gate + r * width, up + r * width); });
+// Norms, where the architecture has them, and rotary positions of q [rows, H, D] and k [rows, HK, D] in place.
+void bitkv_place(const Block* block, const float* cosine, const float* sine, void* q, void* k, int64_t bfloat16, int64_t rows, int64_t threads) {
+    share_rows(rows, threads, [&](int64_t r) {
+        const auto turn = [&](void* x, int64_t heads, const float* norm) {
+            with_row(x, bfloat16, r, heads * block->dim, x, [&](const float*, float* row) {
+                place(*block, heads, norm, cosine + r * block->rotary_dim, sine + r * block->rotary_dim, row);
+            });
+        };
+        turn(q, block->heads, block->query_norm);
+        turn(k, block->kv_heads, block->key_norm);
+    });
+}
+
+// gate = silu(gate) * up, [rows, width]
+void bitkv_gate(void* gate, const void* up, int64_t bfloat16, int64_t rows, int64_t width, int64_t threads) {
+    share_rows(rows, threads, [&](int64_t r) {
+        with_row(gate, bfloat16, r, width, up, [&](const float* factors, float* row) { kernels().gated(width, row, factors); });
+    });
 }
 
 // hidden fp32 [rows, E], cosine and sine [rows, rotary_dim] -> q [rows, H, D], k and v [rows, HK, D]
@@ -91,7 +116,7 @@ void bitkv_project(const Block* block, const float* hidden, int64_t rows, const 
     for (int64_t r = 0; r < rows; ++r) run.rms_norm(width, block->eps, hidden + r * width, block->attention_norm, &normed[r * width]);
     const Outputs outputs = {{&block->q, &block->k, &block->v}, {q, k, v}};
     Pool::instance().run(outputs.count(), threads, [&](int64_t task) { outputs.run(task, normed.data(), rows); });
-    bitkv_place(block, cosine, sine, q, k, rows, 1);
+    bitkv_place(block, cosine, sine, q, k, false, rows, 1);
 }
 
 // attended fp32 [rows, H D], the attention's output; hidden fp32 [rows, E] becomes the layer's output in place.

@@ -69,22 +69,24 @@ def feed_forward(block: Block, attended: torch.Tensor, hidden: torch.Tensor, ste
 
 
 def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:
-    """RMS norm of x fp32 [.., width], contiguous; weight: address of fp32 [width]."""
+    """RMS norm of x [.., width], float32 or bfloat16, contiguous; weight: address of fp32 [width]."""
     y = torch.empty_like(x)
-    cpu.load().bitkv_norm(ctypes.c_void_p(weight), ctypes.c_float(eps), *_pointers(x), *_rows(x), *_pointers(y), _threads())
+    cpu.load().bitkv_norm(
+        ctypes.c_void_p(weight), ctypes.c_float(eps), *_pointers(x), _half(x), *_rows(x), *_pointers(y), _threads()
+    )
     return y
 
 
 def place(block: Block, cosine: torch.Tensor, sine: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Norms and rotary positions in place: q fp32 [rows, H D], k [rows, HK D], cosine, sine [rows, rotary dim], contiguous."""
-    cpu.load().bitkv_place(
-        ctypes.byref(block), *_pointers(cosine, sine, q, k), ctypes.c_int64(cosine.numel() // block.rotary_dim), _threads()
-    )
+    """Norms and rotary positions in place: q [rows, H D], k [rows, HK D], both float32 or bfloat16, cosine, sine fp32
+    [rows, rotary dim], contiguous."""
+    rows = ctypes.c_int64(cosine.numel() // block.rotary_dim)
+    cpu.load().bitkv_place(ctypes.byref(block), *_pointers(cosine, sine, q, k), _half(q), rows, _threads())
 
 
 def gate(gates: torch.Tensor, up: torch.Tensor) -> None:
-    """gates = silu(gates) * up in place, both fp32 [.., width], contiguous."""
-    cpu.load().bitkv_gate(*_pointers(gates, up), *_rows(up), _threads())
+    """gates = silu(gates) * up in place, both [.., width], float32 or bfloat16, contiguous."""
+    cpu.load().bitkv_gate(*_pointers(gates, up), _half(up), *_rows(up), _threads())
 
 
 def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
@@ -104,6 +106,11 @@ def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -
 
 def _pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+
+
+def _half(x: torch.Tensor) -> ctypes.c_int64:
+    """Whether it is bfloat16; float32 otherwise."""
+    return ctypes.c_int64(x.dtype == torch.bfloat16)
 
 
 def _rows(x: torch.Tensor) -> list[ctypes.c_int64]:

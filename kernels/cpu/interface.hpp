@@ -6,7 +6,7 @@ namespace bitkv {
 
 // Of the functions in extern "C" and the structs that they take; the same number as in __init__.py. Whoever changes one of them
 // raises it, so that a library which was built before is refused and not called with arguments that it does not know.
-constexpr int64_t INTERFACE = 2;
+constexpr int64_t INTERFACE = 3;
 
 enum Side { KEYS = 0, VALUES = 1 };
 
@@ -83,11 +83,16 @@ struct Kernels {
     void (*attend_exact)(int64_t dim, int64_t count, int64_t row_stride, const float* q, const float* k, const float* v, float* m, float* l, float* o);
     // y[r][o] = sum over i of weight[o][i] x[r][i], plus bias, for outputs first <= o < last of y [rows, out]; x [rows, in].
     void (*linear)(const Matrix&, int64_t first, int64_t last, const float* x, int64_t rows, float* y);
+    // Between bfloat16 and float32.
+    void (*widen)(int64_t n, const uint16_t* x, float* y);
+    void (*narrow)(int64_t n, const float* x, uint16_t* y);
     void (*rms_norm)(int64_t n, float eps, const float* x, const float* weight, float* y);
     void (*rotary)(int64_t n, const float* cosine, const float* sine, float* x);
     void (*gated)(int64_t n, float* gate, const float* up);
     // Some rows of one KV head's prompt queries (prompt.hpp); null: this instruction set leaves prompts to torch.
     void (*attend_prompt)(int64_t dim, int64_t n, int64_t total, float scale, const float* q, const float* k, const float* v, int64_t first, int64_t last, float* out);
+    // The same in bfloat16 (prompt_bfloat16.hpp), for even D and a scale above 0; null: widened, by the one above.
+    void (*attend_prompt_bfloat16)(int64_t dim, int64_t n, int64_t total, float scale, const uint16_t* q, const uint16_t* k, const uint16_t* v, int64_t first, int64_t last, uint16_t* out) = nullptr;
 };
 
 const Kernels& kernels();  // those of the chosen instruction set
@@ -97,6 +102,7 @@ const Kernels& portable_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avxvnni_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512bf16_kernels();  // those of avx512, and prompts in bfloat16
 #endif
 
 }  // namespace bitkv

@@ -73,6 +73,18 @@ inline void linear(const bitkv::Matrix& m, int64_t first, int64_t last, const fl
     m.bfloat16 ? linear_of<uint16_t>(m, first, last, x, rows, y) : linear_of<float>(m, first, last, x, rows, y);
 }
 
+inline void widen(int64_t n, const uint16_t* x, float* y) {
+    for (int64_t i = 0; i < n; ++i) y[i] = float_of(int32_t(uint32_t(x[i]) << 16));
+}
+
+// To bfloat16, half to even; NaN stays NaN.
+inline void narrow(int64_t n, const float* x, uint16_t* y) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = uint32_t(bits_of(x[i])), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        y[i] = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+    }
+}
+
 // y = x / sqrt(mean of x^2 + eps) * weight; y may be x.
 inline void rms_norm(int64_t n, float eps, const float* x, const float* weight, float* y) {
     const float scale = 1.0f / std::sqrt(dot(x, x, n) / float(n) + eps);

@@ -37,7 +37,7 @@ inline bitkv::Kernels table(const char* name) {
 #else
     const auto prompt = nullptr;
 #endif
-    return {name, dot_one, select_positions, encode, quantize_query, attend, attend_words, merge, rotate_back, attend_exact, linear, rms_norm, rotary, gated, prompt};
+    return {name, dot_one, select_positions, encode, quantize_query, attend, attend_words, merge, rotate_back, attend_exact, linear, widen, narrow, rms_norm, rotary, gated, prompt};
 }
 
 }  // namespace
