@@ -28,5 +28,7 @@ def test_a_short_run(config, tmp_path, monkeypatch, capsys):
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["prompt_tokens"] == 400 and line["decoded_tokens"] == 2 and line["exact_ids_equal"]
     assert line["ours_ms"] > 0 and line["kv_ratio"] > 1 and set(line["peers_ms"]) == {"hf-fp32", "hf-bf16"}
-    assert set(line["breakdown_ms"]) == {"linear", "lm_head", "attention", "attention_python", "exchange", "rest"}
-    assert all(line["breakdown_ms"][part] > 0 for part in ("linear", "lm_head", "attention", "attention_python"))
+    parts = line["breakdown_ms"]
+    assert set(parts) == {"linear", "lm_head", "attention", "sealing", "torch", "exchange", "python"}
+    assert all(parts[part] > 0 for part in ("linear", "lm_head", "attention", "torch", "python"))
+    assert parts["exchange"] == 0  # a world of one sends nothing
