@@ -54,62 +54,45 @@ def project(block: Block, hidden: torch.Tensor, step: Step) -> tuple[torch.Tenso
     q = torch.empty(step.rows, block.heads, block.dim)
     k, v = torch.empty(2, step.rows, block.kv_heads, block.dim)
     cpu.load().bitkv_project(
-        ctypes.byref(block),
-        *_pointers(hidden),
-        ctypes.c_int64(step.rows),
-        *_pointers(step.cosine, step.sine, q, k, v),
-        _threads(),
-    )
+        ctypes.byref(block), *cpu.addresses(hidden), step.rows, *cpu.addresses(step.cosine, step.sine, q, k, v),
+        torch.get_num_threads(),
+    )  # fmt: skip
     return q, k, v
 
 
 def feed_forward(block: Block, attended: torch.Tensor, hidden: torch.Tensor, step: Step) -> None:
     """Output projection, residual, norm, gated MLP, residual: attended fp32 [rows, H D]; hidden fp32 [rows, E] is replaced."""
-    cpu.load().bitkv_feed_forward(ctypes.byref(block), *_pointers(attended, hidden), ctypes.c_int64(step.rows), _threads())
+    cpu.load().bitkv_feed_forward(ctypes.byref(block), *cpu.addresses(attended, hidden), step.rows, torch.get_num_threads())
 
 
 def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:
     """RMS norm of x fp32 [.., width], contiguous; weight: address of fp32 [width]."""
     y = torch.empty_like(x)
-    cpu.load().bitkv_norm(ctypes.c_void_p(weight), ctypes.c_float(eps), *_pointers(x), *_rows(x), *_pointers(y), _threads())
+    cpu.load().bitkv_norm(weight, eps, *cpu.addresses(x), *_rows(x), *cpu.addresses(y), torch.get_num_threads())
     return y
 
 
 def place(block: Block, cosine: torch.Tensor, sine: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
     """Norms and rotary positions in place: q fp32 [rows, H D], k [rows, HK D], cosine, sine [rows, rotary dim], contiguous."""
-    cpu.load().bitkv_place(
-        ctypes.byref(block), *_pointers(cosine, sine, q, k), ctypes.c_int64(cosine.numel() // block.rotary_dim), _threads()
-    )
+    rows = cosine.numel() // block.rotary_dim
+    cpu.load().bitkv_place(ctypes.byref(block), *cpu.addresses(cosine, sine, q, k), rows, torch.get_num_threads())
 
 
 def gate(gates: torch.Tensor, up: torch.Tensor) -> None:
     """gates = silu(gates) * up in place, both fp32 [.., width], contiguous."""
-    cpu.load().bitkv_gate(*_pointers(gates, up), *_rows(up), _threads())
+    cpu.load().bitkv_gate(*cpu.addresses(gates, up), *_rows(up), torch.get_num_threads())
 
 
 def head(weight: Matrix, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
     """Last norm and LM head: hidden fp32 [rows, E] -> logits fp32 [rows, vocabulary]."""
     logits = torch.empty(len(hidden), weight.out)
     cpu.load().bitkv_head(
-        ctypes.byref(weight),
-        *_pointers(norm),
-        ctypes.c_float(eps),
-        *_pointers(hidden),
-        ctypes.c_int64(len(hidden)),
-        *_pointers(logits),
-        _threads(),
-    )
+        ctypes.byref(weight), *cpu.addresses(norm), eps, *cpu.addresses(hidden), len(hidden), *cpu.addresses(logits),
+        torch.get_num_threads(),
+    )  # fmt: skip
     return logits
 
 
-def _pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
-
-
-def _rows(x: torch.Tensor) -> list[ctypes.c_int64]:
+def _rows(x: torch.Tensor) -> tuple[int, int]:
     """How many rows, and how wide."""
-    return [ctypes.c_int64(x.numel() // x.shape[-1]), ctypes.c_int64(x.shape[-1])]
-
-
-def _threads() -> ctypes.c_int64:
-    return ctypes.c_int64(torch.get_num_threads())
+    return x.numel() // x.shape[-1], x.shape[-1]
