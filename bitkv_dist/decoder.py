@@ -52,11 +52,11 @@ class Decoder:
         """ids, positions int64 [rows, 1] of the sequences of `cache.step` -> logits fp32 [rows, vocabulary]."""
         hidden = self.module.model.embed_tokens(ids)[:, 0].float()
         angles = (part[:, 0].contiguous() for part in self.module.model.rotary_emb(hidden[:, None], positions))
-        step = dense.Step(len(ids), *angles)
+        step = dense.Step(self.blocks[0], hidden, *angles)
         for index, block in enumerate(self.blocks):
-            q, k, v = (part.unsqueeze(2) for part in dense.project(block, hidden, step))
-            handle, _ = cache.update(k, v, index)
-            dense.feed_forward(block, handle.attend(q, self.scaling), hidden, step)
+            dense.project(block, step)
+            handle, _ = cache.update(step.k, step.v, index)
+            dense.feed_forward(block, handle.attend(step.q, self.scaling), step)
         return dense.head(self.matrix, self.norm, self.eps, hidden)
 
     @torch.no_grad()

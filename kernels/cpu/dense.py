@@ -8,7 +8,6 @@ of transformers up to its attention, the rest of it, norm and head.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
@@ -35,13 +34,21 @@ class Block(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
 class Step:
-    """What all layers of a step share: rows (sequences), cosine and sine fp32 [rows, rotary dim], contiguous."""
+    """What all layers of a step share: hidden fp32 [rows, E], a row per sequence, which `feed_forward` replaces, and room for q
+    [rows, H, 1, D], k and v [rows, HK, 1, D] of a layer, which the next layer's `project` replaces.
 
-    rows: int
-    cosine: torch.Tensor
-    sine: torch.Tensor
+    block: any of the model's. cosine, sine fp32 [rows, rotary dim]. All contiguous.
+    """
+
+    def __init__(self, block: Block, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        rows = len(hidden)
+        self.hidden, self._angles = hidden, (cosine, sine)
+        self.q = torch.empty(rows, block.heads, 1, block.dim)
+        self.k, self.v = torch.empty(2, rows, block.kv_heads, 1, block.dim).unbind()
+        of_hidden, *others = cpu.addresses(hidden, cosine, sine, self.q, self.k, self.v)
+        self.projected = of_hidden, rows, *others, torch.get_num_threads()
+        self.fed = of_hidden, rows, torch.get_num_threads()
 
 
 def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
@@ -49,20 +56,14 @@ def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
     return Matrix(*weight.shape, weight.dtype == torch.bfloat16, weight.data_ptr(), None if bias is None else bias.data_ptr())
 
 
-def project(block: Block, hidden: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, projections, their norms and rotary positions: hidden fp32 [rows, E] -> q [rows, H, D], k and v [rows, HK, D]."""
-    q = torch.empty(step.rows, block.heads, block.dim)
-    k, v = torch.empty(2, step.rows, block.kv_heads, block.dim)
-    cpu.load().bitkv_project(
-        ctypes.byref(block), *cpu.addresses(hidden), step.rows, *cpu.addresses(step.cosine, step.sine, q, k, v),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return q, k, v
+def project(block: Block, step: Step) -> None:
+    """Norm, projections, their norms and rotary positions: fills q, k and v from hidden."""
+    cpu.load().bitkv_project(ctypes.byref(block), *step.projected)
 
 
-def feed_forward(block: Block, attended: torch.Tensor, hidden: torch.Tensor, step: Step) -> None:
-    """Output projection, residual, norm, gated MLP, residual: attended fp32 [rows, H D]; hidden fp32 [rows, E] is replaced."""
-    cpu.load().bitkv_feed_forward(ctypes.byref(block), *cpu.addresses(attended, hidden), step.rows, torch.get_num_threads())
+def feed_forward(block: Block, attended: torch.Tensor, step: Step) -> None:
+    """Output projection, residual, norm, gated MLP, residual: replaces hidden; attended fp32 [rows, H D], contiguous."""
+    cpu.load().bitkv_feed_forward(ctypes.byref(block), attended.data_ptr(), *step.fed)
 
 
 def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:
