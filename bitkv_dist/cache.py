@@ -72,6 +72,7 @@ class PackedCache:
         self.counted = ReadCount()
         self.refined = torch.zeros(heads.layers, dtype=torch.int64, device=heads.device)  # by steps with tables
         self.exact_reads = ReadCount()
+        self.row_elements = 2 * heads.kv_heads * heads.head_dim  # of a token in a layer
         self.finite = torch.ones(
             heads.layers, dtype=torch.bool, device=heads.device
         )  # whether every attention output so far was
@@ -121,8 +122,9 @@ class PackedCache:
 
     def count_exact(self, rows: int) -> None:
         """Note that a decode step read so many rows of exact keys and values in one layer."""
-        elements = 2 * self.heads.kv_heads * rows * self.heads.head_dim
-        self.exact_reads.add(ReadCount(elements * self.heads.dtype.itemsize * 8, elements))
+        elements = rows * self.row_elements
+        self.exact_reads.elements += elements
+        self.exact_reads.bits += elements * self.heads.dtype.itemsize * 8
 
     def first_nonfinite_layer(self) -> int | None:
         bad = (~self.finite).nonzero().flatten().tolist()
