@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,6 +83,14 @@ class PackedCache:
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
         """The call of the model's attention: k, v [rows, HK, n, D]."""
         return self.layers[layer_idx].update(k, v)
+
+    def decode(
+        self, index: int, kv: Sequence[torch.Tensor], queries: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """A decode step of one layer, fp32, for each of the step's sequences: its token's kv [2, HK, 1, D] is taken in, and
+        what its queries [HK, 1, G, D], in base 2, attend to fills outputs [1, H, D]."""
+        self.layers[index].take(kv)
+        self.layers[index].attend_each(queries, outputs)
 
     def length(self, sequence: int) -> int:
         """Tokens stored for a sequence."""

@@ -7,6 +7,7 @@ A prompt has many rows: its matrix products are torch's, and only the small oper
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class Decoder:
         self.norm, self.eps = self.vector(module.model.norm.weight), module.model.norm.variance_epsilon
         self.matrix = self.matrices(module.lm_head, module.lm_head.out_features)[0]
         self.scaling = module.model.layers[0].self_attn.scaling
+        self.base2 = self.scaling * math.log2(math.e)
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor, positions: torch.Tensor, cache: PackedCache) -> torch.Tensor:
@@ -55,8 +57,9 @@ class Decoder:
         step = dense.Step(self.blocks[0], hidden, *angles)
         for index, block in enumerate(self.blocks):
             dense.project(block, step)
-            handle, _ = cache.update(step.k, step.v, index)
-            dense.feed_forward(block, handle.attend(step.q, self.scaling), step)
+            step.q *= self.base2
+            cache.decode(index, step.kv, step.queries, step.attended)
+            dense.feed_forward(block, step)
         return dense.head(self.matrix, self.norm, self.eps, hidden)
 
     @torch.no_grad()

@@ -43,16 +43,17 @@ class SealingLayer:
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, slot, local KV head) -> digest, of pages of other ranks
         self.evictor = Evictor(cache.config, cache.shard, cache.heads.device)
 
-    def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
-        """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
+    def extend(self, sequence: int, kv: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Append kv [2, HK, n, D]; returns the rows [2, HK, .., D] that the n queries see exactly (sink, recent window and the
+        n tokens), and how many of them count."""
         state = self.states[sequence]
         if kv.shape[2] > 1:
             rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, : state.exact_count()])
             state.length += kv.shape[2]
-            return torch.cat((rows, kv), dim=2)
+            return torch.cat((rows, kv), dim=2), rows.shape[2] + kv.shape[2]
         row = self.make_room(sequence)
         state.exact[:, :, row : row + 1] = kv
-        return state.exact[:, :, : row + 1]
+        return state.exact, row + 1
 
     def make_room(self, sequence: int) -> int:
         """Seal what is due before one more token and count it; the row of `exact` that it takes."""

@@ -35,20 +35,20 @@ class Block(ctypes.Structure):
 
 
 class Step:
-    """What all layers of a step share: hidden fp32 [rows, E], a row per sequence, which `feed_forward` replaces, and room for q
-    [rows, H, 1, D], k and v [rows, HK, 1, D] of a layer, which the next layer's `project` replaces.
+    """What all layers of a step share, fp32. hidden [rows, E], a row per sequence, and of the layer that runs: q [rows, H, D],
+    and for each row kv [2, HK, 1, D], queries [HK, 1, G, D], which is q, and attended [1, H, D], whoever attends fills it.
 
-    block: any of the model's. cosine, sine fp32 [rows, rotary dim]. All contiguous.
+    block: any of the model's. cosine, sine [rows, rotary dim]. What is given is contiguous.
     """
 
     def __init__(self, block: Block, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        rows = len(hidden)
-        self.hidden, self._angles = hidden, (cosine, sine)
-        self.q = torch.empty(rows, block.heads, 1, block.dim)
-        self.k, self.v = torch.empty(2, rows, block.kv_heads, 1, block.dim).unbind()
-        of_hidden, *others = cpu.addresses(hidden, cosine, sine, self.q, self.k, self.v)
-        self.projected = of_hidden, rows, *others, torch.get_num_threads()
-        self.fed = of_hidden, rows, torch.get_num_threads()
+        rows, heads, kv_heads, dim, threads = len(hidden), block.heads, block.kv_heads, block.dim, torch.get_num_threads()
+        self.hidden, self._angles, self.q = hidden, (cosine, sine), torch.empty(rows, heads, dim)
+        kv, attended = torch.empty(2, rows, kv_heads, 1, dim), torch.empty(rows, 1, heads, dim)
+        self.kv, self.attended = kv.unbind(1), attended.unbind()
+        self.queries = self.q.view(rows, kv_heads, 1, heads // kv_heads, dim).unbind()
+        self.projected = hidden.data_ptr(), rows, *cpu.addresses(cosine, sine, self.q, *kv), threads
+        self.fed = *cpu.addresses(attended, hidden), rows, threads
 
 
 def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
@@ -57,13 +57,13 @@ def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
 
 
 def project(block: Block, step: Step) -> None:
-    """Norm, projections, their norms and rotary positions: fills q, k and v from hidden."""
+    """Norm, projections, their norms and rotary positions: fills q and kv from hidden."""
     cpu.load().bitkv_project(ctypes.byref(block), *step.projected)
 
 
-def feed_forward(block: Block, attended: torch.Tensor, step: Step) -> None:
-    """Output projection, residual, norm, gated MLP, residual: replaces hidden; attended fp32 [rows, H D], contiguous."""
-    cpu.load().bitkv_feed_forward(ctypes.byref(block), attended.data_ptr(), *step.fed)
+def feed_forward(block: Block, step: Step) -> None:
+    """Output projection of what was attended, residual, norm, gated MLP, residual: replaces hidden."""
+    cpu.load().bitkv_feed_forward(ctypes.byref(block), *step.fed)
 
 
 def norm(weight: int, eps: float, x: torch.Tensor) -> torch.Tensor:

@@ -55,27 +55,29 @@ class View:
         self._exact, self._nodes = tuple(t[0] for t in self._exact), tuple(t[:nodes] for t in lanes)
 
     def see(self, layout: cpu.Layout, refinement: cpu.Refinement, signs: torch.Tensor, query: torch.Tensor, rows: torch.Tensor,
-            slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
-        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, count, D], slabs of records uint8
-        [n, pages, HK, record_bytes].
+            slabs: Sequence[torch.Tensor], count: int | None = None) -> tuple[Part, Part, int]:  # fmt: skip
+        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, .., D], of which the first `count` are seen
+        (None: all), slabs of records uint8 [n, pages, HK, record_bytes].
 
         Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the
         number of refined tokens, counted once per KV head. The next layer's call replaces both partials.
         """
         query = query.contiguous()
         how = ctypes.byref(layout), ctypes.byref(refinement)
-        return self.call(cpu.load().bitkv_see, how, cpu.addresses(query, signs), rows, slabs)
+        return self.call(cpu.load().bitkv_see, how, cpu.addresses(query, signs), rows, slabs, count)
 
     def call(self, function: Callable[..., int], how: Sequence, of_query: Sequence, rows: torch.Tensor,
-             slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
+             slabs: Sequence[torch.Tensor], count: int | None) -> tuple[Part, Part, int]:  # fmt: skip
         """One of the library's functions that take what is seen, between their first arguments and those of the query."""
-        rows = rows.float()
+        if rows.dtype != torch.float32:
+            rows = rows[:, :, :count].float()
         side, head_stride, *inner = rows.stride()
         if inner != [rows.shape[3], 1]:
             rows = rows.contiguous()
             side, head_stride, *_ = rows.stride()
         seen, k = self._seen, rows.data_ptr()
-        seen.k, seen.v, seen.rows, seen.head_stride = k, k + side * rows.itemsize, rows.shape[2], head_stride
+        seen.k, seen.v, seen.head_stride = k, k + side * rows.itemsize, head_stride
+        seen.rows = rows.shape[2] if count is None else count
         for number in range(seen.slabs):
             self._records[number] = slabs[number].data_ptr()
         refined = function(*how, ctypes.byref(seen), self.group, *of_query, *self._addresses, torch.get_num_threads())
@@ -99,9 +101,9 @@ def attend_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
 
 
 def finish(root: Part, exact: Part, signs: torch.Tensor | None, out: torch.Tensor) -> bool:
-    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree and the exact rows' partial, both
-    [HK, 1, G]. signs [HK, D]: the root is in rotated space. Returns whether all of it is finite."""
-    heads, _, group, dim = root[2].shape
+    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree, or its only node, and the exact
+    rows' partial, both [HK, 1, G]. signs [HK, D]: the root is in rotated space. Returns whether all of it is finite."""
+    heads, _, group, dim = exact[2].shape
     parts = [t.contiguous() for t in (*root, *exact)]
     turned = None if signs is None else signs.data_ptr()
     return bool(cpu.load().bitkv_finish(heads, group, dim, turned, *cpu.addresses(*parts, out)))

@@ -40,9 +40,8 @@ def attend(
     return m, l, o, refined
 
 
-def see(
-    view: View, words: Words, refinement: cpu.Refinement, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
-) -> tuple[Part, Part, int]:
+def see(view: View, words: Words, refinement: cpu.Refinement, query: torch.Tensor, rows: torch.Tensor,
+        slabs: list[torch.Tensor], count: int | None = None) -> tuple[Part, Part, int]:  # fmt: skip
     """As `View.see`, of pages of words; partials of the tree nodes are in the model's space."""
     query, how = query.contiguous(), (ctypes.byref(words), ctypes.byref(refinement))
-    return view.call(cpu.load().bitkv_see_words, how, cpu.addresses(query), rows, slabs)
+    return view.call(cpu.load().bitkv_see_words, how, cpu.addresses(query), rows, slabs, count)
