@@ -56,8 +56,7 @@ class Decoder:
         angles = (part[:, 0].contiguous() for part in self.module.model.rotary_emb(hidden[:, None], positions))
         step = dense.Step(self.blocks[0], hidden, *angles)
         for index, block in enumerate(self.blocks):
-            dense.project(block, step)
-            step.q *= self.base2
+            dense.project(block, step, self.base2)
             cache.decode(index, step.kv, step.queries, step.attended)
             dense.feed_forward(block, step)
         return dense.head(self.matrix, self.norm, self.eps, hidden)

@@ -35,19 +35,20 @@ class Block(ctypes.Structure):
 
 
 class Step:
-    """What all layers of a step share, fp32. hidden [rows, E], a row per sequence, and of the layer that runs: q [rows, H, D],
-    and for each row kv [2, HK, 1, D], queries [HK, 1, G, D], which is q, and attended [1, H, D], whoever attends fills it.
+    """What all layers of a step share, fp32. hidden [rows, E], a row per sequence, and for each row, of the layer that runs, kv
+    [2, HK, 1, D], queries [HK, 1, G, D] and attended [1, H, D], which whoever attends fills.
 
     block: any of the model's. cosine, sine [rows, rotary dim]. What is given is contiguous.
     """
 
     def __init__(self, block: Block, hidden: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
         rows, heads, kv_heads, dim, threads = len(hidden), block.heads, block.kv_heads, block.dim, torch.get_num_threads()
-        self.hidden, self._angles, self.q = hidden, (cosine, sine), torch.empty(rows, heads, dim)
+        q, self.hidden, self._angles = torch.empty(rows, heads, dim), hidden, (cosine, sine)
         kv, attended = torch.empty(2, rows, kv_heads, 1, dim), torch.empty(rows, 1, heads, dim)
         self.kv, self.attended = kv.unbind(1), attended.unbind()
-        self.queries = self.q.view(rows, kv_heads, 1, heads // kv_heads, dim).unbind()
-        self.projected = hidden.data_ptr(), rows, *cpu.addresses(cosine, sine, self.q, *kv), threads
+        self.queries = q.view(rows, kv_heads, 1, heads // kv_heads, dim).unbind()
+        self.q = q.numpy()  # the same numbers: between two layers torch takes 15 us to multiply them, numpy a few
+        self.projected = hidden.data_ptr(), rows, *cpu.addresses(cosine, sine, q, *kv), threads
         self.fed = *cpu.addresses(attended, hidden), rows, threads
 
 
@@ -56,9 +57,10 @@ def matrix(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Matrix:
     return Matrix(*weight.shape, weight.dtype == torch.bfloat16, weight.data_ptr(), None if bias is None else bias.data_ptr())
 
 
-def project(block: Block, step: Step) -> None:
-    """Norm, projections, their norms and rotary positions: fills q and kv from hidden."""
+def project(block: Block, step: Step, scale: float) -> None:
+    """Norm, projections, their norms and rotary positions: fills kv and, times `scale`, queries from hidden."""
     cpu.load().bitkv_project(ctypes.byref(block), *step.projected)
+    step.q *= scale
 
 
 def feed_forward(block: Block, step: Step) -> None:
