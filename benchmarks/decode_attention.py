@@ -8,8 +8,9 @@
 
 Checks the result against the plain-torch reference first, measures the streaming read rate of the machine in the same run,
 times everything interleaved over several sets of inputs that exceed the last-level cache together, and prints medians with
-spread. Before each timed call the machine rests until the threads of the one before no longer spin, and the same work is done
-once on another set of inputs, so that the caller's own threads are awake, as they are in the middle of a decode step.
+spread. Before each timed call the same work is done for some milliseconds on other sets of inputs, so that the caller's own
+threads are awake and the clock is not the one that another's work left behind, as in the middle of a decode step. With several
+threads the machine rests before that, until the threads of the one before no longer spin.
 `bytes_read` are those of the packed cache that a step reads: scanned fields of all tokens, the rest of the refined ones.
 `fraction_of_stream` is (`bytes_read` / streaming rate) / time: 1 would be memory speed. The last line is one JSON object.
 """
@@ -38,7 +39,9 @@ from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.partial import Partial, lane_width
 from bitkv_dist.sealed import SealedStore
 
-REST_S = 0.02  # torch's OpenMP threads spin for milliseconds after their work, on the cores that the next call needs
+REST_S = 0.02  # torch's OpenMP threads spin for milliseconds after their work, on the cores that the next call's threads need
+WARM_S = 0.01  # of untimed work before a timed call
+SETS_BYTES = 1 << 26  # of our sets together, at least: more than the last-level cache of a core
 
 
 def peers(names: str) -> list[str]:
@@ -66,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--encode", action="store_true", help="instead: encoding a page against projecting its q, k and v")
     parser.add_argument("--peers", type=peers, default=peers("sdpa-fp32,matmul-bf16,matmul-fp32"), metavar="NAMES",
                         help=f"of {', '.join(decode_peers.PEERS)}; {decode_peers.GQA_ROWS} is always among them")  # fmt: skip
-    parser.add_argument("--sets", type=int, default=3, help="sets of inputs, walked in turn")
+    parser.add_argument("--sets", type=int, default=3, help="sets of inputs, walked in turn; more of ours if small")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", choices=sorted(cpu.ISAS))
     parser.add_argument(
@@ -200,21 +203,31 @@ def timed(run, q: torch.Tensor | None) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def warm_up(runs: list[decode_peers.Attend], turn: int, queries: list[torch.Tensor]) -> None:
+    """Runs over the sets of inputs that follow the turn's own, if there are others, for at least WARM_S."""
+    started, after = time.perf_counter(), 0
+    while after == 0 or time.perf_counter() - started < WARM_S:
+        after = after + 1 if len(runs) == 1 else after % (len(runs) - 1) + 1
+        runs[(turn + after) % len(runs)](queries[(turn + after) % len(queries)])
+
+
 def compare(args: argparse.Namespace) -> dict:
     """Our step against the peers', interleaved."""
-    queries = [query(args, seed) for seed in range(args.sets)]
-    ours = [Ours(args, seed) for seed in range(args.sets)]
+    ours = [Ours(args, 0)]
+    ours += [Ours(args, seed) for seed in range(1, max(args.sets, 1 + SETS_BYTES // ours[0].records.numel()))]
+    queries = [query(args, seed) for seed in range(len(ours))]
     difference = check(ours[0], queries[0])
     shape = (args.kv_heads, args.context, args.head_dim)
     sets = min(args.sets, 1 + (1 << 28) // (math.prod(shape) * 4))
-    runs = {"ours": [one.step for one in ours]}
+    runs: dict[str, list[decode_peers.Attend]] = {"ours": [one.step for one in ours]}
     runs |= {name: [decode_peers.make(name, shape, args.bits, seed) for seed in range(sets)] for name in args.peers}
     rate = stream_gb_s()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.repeats + 1):
         for name, list_ in times.items():
-            time.sleep(REST_S)
-            runs[name][(turn + 1) % len(runs[name])](queries[(turn + 1) % len(queries)])
+            if args.threads > 1:
+                time.sleep(REST_S)
+            warm_up(runs[name], turn, queries)
             took = timed(runs[name][turn % len(runs[name])], queries[turn % len(queries)])
             if turn:
                 list_.append(took)

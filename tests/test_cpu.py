@@ -207,9 +207,25 @@ def test_attend_agrees_with_the_reference(dim):
             assert torch.equal(m[1], wanted.m[1]) and not l[1].any() and not o[1].any(), where
             torch.testing.assert_close(m, wanted.m, atol=1e-5, rtol=0, msg=str(where))
             assert relative(l, wanted.l) < 1e-5, where
-            for granule in (0, 2):
-                assert relative(o[granule], wanted.o[granule]) < 2e-4, where
+            for granule in (0, 2):  # a weight between two integers may become the other one
+                assert relative(o[granule], wanted.o[granule]) < 1e-3, where
             assert refined == (0 if wanted.refined is None else int(wanted.refined.any(3).sum())), where
+
+
+@pytest.mark.parametrize("centers", [(0, 90, 0, 50), (90, 0, 0, 0), (0, -90, 0, 0), (5000, 5100, 0, 0), (0, 3e5, 0, 0)])
+@pytest.mark.parametrize(("spread", "group"), [(1, 3), (40, 4), (2000, 1)])
+def test_scores_may_be_far_from_the_first_pages_center(centers, spread, group):
+    """Powers of a scan without refinement count from the first page's q.c, unless a score is far from it."""
+    torch.manual_seed(1)
+    pages = Pages(64, 128, (1, 1), (1, 1))
+    direction = torch.nn.functional.normalize(torch.randn(KV_HEADS, 1, 64), dim=-1)
+    k = spread * torch.randn(4, KV_HEADS, 128, 64) + torch.tensor(centers)[:, None, None, None] * direction
+    records = pages.encode(k.clamp(-60000, 60000), torch.randn(4, KV_HEADS, 128, 64)).unflatten(0, (1, 4))
+    q = queries(64, 1, group) + direction[:, None]
+    wanted, (m, l, o, _) = both(pages, q, records, torch.ones(1, 4, dtype=torch.bool), None)
+    torch.testing.assert_close(m, wanted.m, atol=1e-5, rtol=3e-7)
+    rounding = 1e-6 * wanted.m.abs().max().item()  # of scores of this size
+    assert relative(l, wanted.l) < 1e-5 + rounding and relative(o, wanted.o) < 1e-3 + rounding
 
 
 def test_attend_to_nothing_and_to_zeros():

@@ -32,33 +32,59 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
-// Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D].
+// Levels of all pages, their weights u.p and the largest of them, most [rows / FEW][pages], and masses; u.peak is the largest score of each row.
+// Returns whether some peak is too far from its shift.
+template <int V>
+inline bool weigh_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Each* most, Workspace& s, Ahead& ahead) {
+    const int64_t P = l.tokens, blocks = (u.rows + FEW - 1) / FEW;
+    Factors* of_queries = query_factors(l, q, noise_factor, u, s);
+    int32_t* levels = room(u.levels, u.rows * P);
+    for (int64_t page = 0; page < u.pages(); ++page) {
+        keys.dot(u.record[page] + l.planes[KEYS], P / 8, levels, P, ahead);
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t first = block * FEW;
+            Factors f = factors(u, page, first, std::min(FEW, u.rows - first), of_queries[block]);
+            f.base = Each::of(f.base.all() - load4(&u.shift[first]));
+            with_rows(u.rows - first, [&](auto count) {
+                const Weighed found = weigh_levels<V, count>(levels + first * P, P, f.scale, u.scales(l, KEYS, page), f.noise, f.base, u.scales(l, VALUES, page), &u.p[first * u.total + page * P], u.total, page == 0, &u.lanes[16 * first], ahead.take(V, u.record[page]));
+                most[u.block(first, page)] = found.most, u.mass[u.block(first, page)] = found.sum;
+            });
+        }
+    }
+    find_peaks(u);
+    bool far = false;
+    for (int64_t row = 0; row < u.rows; ++row) far |= !(std::fabs(u.peak[row]) < 32.0f), u.peak[row] += u.shift[row];
+    return far;
+}
+
+// Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D]. Powers count from a whole number that is known before the scores are: the
+// first page's q.c, and where some score is far from that, from next to the largest score.
 template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
-    const int64_t P = l.tokens, pages = u.pages();
-    score_pages<V>(l, q, noise_factor, keys, u, s, ahead);
+    const int64_t P = l.tokens, pages = u.pages(), blocks = (u.rows + FEW - 1) / FEW;
+    room(u.p, u.rows * u.total);
+    base_scores(l, q, u, s);
+    for (int64_t row = 0; row < u.rows; ++row) u.shift[row] = std::rint(u.base[row * pages]);
+    Each* most = room(s.most, blocks * pages);
+    if (weigh_pages<V>(l, q, noise_factor, keys, u, most, s, ahead)) {
+        for (int64_t row = 0; row < u.rows; ++row) u.shift[row] = std::rint(u.peak[row]);
+        weigh_pages<V>(l, q, noise_factor, keys, u, most, s, ahead);
+    }
     std::copy_n(u.peak.data(), u.rows, m);
     int8_t* integers = room(s.integers, pages * u.rows * P);
     const float unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        const Each rounder = rounders(u, first);
         Each factor;
-        for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift(first + r) - u.peak[first + r]);
+        for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift[first + r] - u.peak[first + r]);
         Four total = {};
-        with_rows(u.rows - first, [&](auto count) {
-            Each* most = room(s.most, pages);
-            for (int64_t page = 0; page < pages; ++page) {
-                float* rows = &u.scores[first * u.total + page * P];
-                const Weighed found = soften_rows<V, count, true>(rows, u.total, rounder, u.scales(l, VALUES, page), rows, ahead.take(V, u.record[page]));
-                most[page] = found.most;
-                u.mass[u.block(first, page)] = Each::of(found.sum.all() * factor.all()), total += u.mass[u.block(first, page)].all();
-            }
-            for (int64_t page = 0; page < pages; ++page) {
-                const Each size = quantize_rows<V>(count, &u.scores[first * u.total + page * P], u.total, most[page], integers + (page * u.rows + first) * P);
-                u.size[u.block(first, page)] = Each::of(size.all() * factor.all() * unit);
-            }
-            for (int r = 0; r < count; ++r) l_out[first + r] = total[r];
-        });
+        const int64_t rows = std::min(FEW, u.rows - first);
+        for (int64_t page = 0; page < pages; ++page) {
+            const int64_t at = u.block(first, page);
+            const Each size = quantize_rows<V>(rows, &u.p[first * u.total + page * P], u.total, most[at], integers + (page * u.rows + first) * P);
+            u.size[at] = Each::of(size.all() * factor.all() * unit);
+            u.mass[at] = Each::of(u.mass[at].all() * factor.all()), total += u.mass[at].all();
+        }
+        for (int64_t r = 0; r < rows; ++r) l_out[first + r] = total[r];
     }
     dot_values(l, u, integers, s, ahead);
     combine<false>(l, u, o);
@@ -70,52 +96,60 @@ inline void tell_pages(const Layout& l, const Unit& u, const uint8_t* page_valid
         for (int64_t page = 0, held = 0; page < l.pages; ++page) to[r * l.pages + page] = page_valid[page] ? u.mass[u.block(r, held++)].row[r % FEW] : 0.0f;
 }
 
+// What a thread works with.
+struct Own {
+    Unit unit;
+    Workspace workspace;
+    Ahead ahead;
+    std::vector<Operands> keys;
+};
+
 // `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. Returns the
 // tokens refined.
 template <int V>
-inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out) {
-    struct Own {
-        Unit unit;
-        Workspace workspace;
-        Ahead ahead;
-        std::vector<Operands> keys;
+inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out, Own& own) {
+    auto& [u, s, ahead, keys] = own;
+    const int64_t rows = q.group;
+    auto prepare = [&](Operands& to, int64_t of_head, int64_t query) {
+        to.set<true>(l.scan_bits[KEYS], l.dim / 4, q.codes + (of_head * q.count + query) * rows * l.dim, l.dim, rows);
     };
-    thread_local Own of_thread;
-    auto& [u, s, ahead, keys] = of_thread;
-    const int64_t rows = q.group, per_granule = heads * q.count, all = count * per_granule;
-    auto prepare = [&](Operands& to, int64_t unit) { to.set<true>(l.scan_bits[KEYS], l.dim / 4, q.codes + (head * q.count + unit) * rows * l.dim, l.dim, rows); };
     const bool once = q.count == 1;  // the same queries in all granules
     if (int64_t(keys.size()) < (once ? heads : 1)) keys.resize(size_t(once ? heads : 1));
     if (once && count)
-        for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], h);
-    auto records = [&](int64_t i) { return granules[i / per_granule].records + (head + i % per_granule / q.count) * l.record_bytes; };
+        for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], head + h, 0);
     int64_t refined = 0;
-    for (int64_t i = 0; i < all; ++i) {
-        if (i % q.count == 0) ahead.scan(l, i + q.count < all ? records(i + q.count) : nullptr, page_stride);
-        const int64_t unit = i % per_granule;
-        const uint8_t* valid = granules[i / per_granule].page_valid;
-        u.start(l, records(i), valid, page_stride, (head * q.count + unit) * rows, rows);
-        Operands& of_unit = keys[size_t(once ? unit : 0)];
-        if (!once) prepare(of_unit, unit);
-        float *m = out.m + i * rows, *l_out = out.l + i * rows, *o = out.o + i * rows * l.dim;
-        if (u.total == 0) {
-            std::fill_n(m, rows, -INFINITY), std::fill_n(l_out, rows, 0.0f), std::fill_n(o, rows * l.dim, 0.0f);
-        } else if (!refine.enabled) {
-            attend_scanned<V>(l, q, refine.scan_noise, of_unit, u, s, ahead, m, l_out, o);
-        } else {
-            begin<V>(l, q, refine, of_unit, u, s, ahead);
-            finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
-            refined += count_refined(u);
+    for (int64_t g = 0; g < count; ++g)
+        for (int64_t h = 0; h < heads; ++h) {
+            const uint8_t *valid = granules[g].page_valid, *records = granules[g].records + (head + h) * l.record_bytes, *next = nullptr;
+            if (h + 1 < heads) next = records + l.record_bytes;
+            else if (g + 1 < count) next = granules[g + 1].records + head * l.record_bytes;
+            ahead.scan(l, next, page_stride);
+            for (int64_t query = 0; query < q.count; ++query) {
+                u.start(l, records, valid, page_stride, ((head + h) * q.count + query) * rows, rows);
+                Operands& of_unit = keys[size_t(once ? h : 0)];
+                if (!once) prepare(of_unit, head + h, query);
+                const int64_t row = ((g * heads + h) * q.count + query) * rows;
+                float *m = out.m + row, *l_out = out.l + row, *o = out.o + row * l.dim;
+                if (u.total == 0) {
+                    std::fill_n(m, rows, -INFINITY), std::fill_n(l_out, rows, 0.0f), std::fill_n(o, rows * l.dim, 0.0f);
+                } else if (!refine.enabled) {
+                    attend_scanned<V>(l, q, refine.scan_noise, of_unit, u, s, ahead, m, l_out, o);
+                } else {
+                    begin<V>(l, q, refine, of_unit, u, s, ahead);
+                    finish<V>(l, q, refine, u, s, ahead, m, l_out, o);
+                    refined += count_refined(u);
+                }
+                if (out.page_mass) tell_pages(l, u, valid, out.page_mass + row * l.pages);
+            }
         }
-        if (out.page_mass) tell_pages(l, u, valid, out.page_mass + i * rows * l.pages);
-    }
     ahead.finish();
     return refined;
 }
 
 inline int64_t attend(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out) {
+    thread_local Own own;  // whose address takes a call to find
     const auto run = l.tokens == 64 ? attend_pages<4> : attend_pages<8>;
-    return run(l, q, head, heads, granules, count, page_stride, refine, out);
+    return run(l, q, head, heads, granules, count, page_stride, refine, out, own);
 }
 
 }  // namespace

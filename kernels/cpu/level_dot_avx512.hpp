@@ -49,7 +49,7 @@ INLINE void accumulate_some(__m512i sum[4], const __m512i index[4], const uint8_
 
 constexpr int64_t ONES = 0x0101010101010101;
 constexpr int64_t BESIDE = 4;  // rows of sums side by side
-constexpr int64_t LINES = 2;  // of the cache asked for with a block
+constexpr int64_t LINES = 3;  // of the cache asked for with a block
 constexpr int64_t BLOCKS = 32;  // of 16 operands (four words): head dims up to 512
 
 // Lookup tables of up to BESIDE rows.
@@ -61,57 +61,55 @@ struct Tables {
     // Operands of `height` words, of which some are negative or, as weights, none.
     template <bool SIGNED>
     void set(const int8_t* operands, int64_t stride, int64_t rows, int64_t height) {
+        constexpr uint64_t FIRST = 0xaaaaaaaaaaaaaaaa, SECOND = 0xcccccccccccccccc;  // of two bits, the one that an operand needs
+        const __m512i lane = _mm512_set_epi64(3 * ONES, 3 * ONES, 2 * ONES, 2 * ONES, ONES, ONES, 0, 0);
+        const __m512i word = _mm512_add_epi8(lane, _mm512_broadcast_i32x4(_mm_set_epi64x(0x1818181810101010, 0x0808080800000000)));
+        const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0302010003020100, 0x0302010003020100));
+        const __m512i far = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0707070706060606, 0x0505050504040404));
+        const __m512i all = _mm512_set1_epi8(char(255));
         uint64_t any = 0;
         for (int64_t r = 0; r < rows; ++r) {
             __m512i sums = _mm512_setzero_si512();
             uint64_t full = 0;
             for (int64_t k = 0; k < height; k += 16) {  // four blocks
                 const int8_t* from = operands + r * stride + 4 * k;
-                const __m512i x = height - k >= 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32((1u << (height - k)) - 1, from), size = SIGNED ? _mm512_abs_epi8(x) : x;
-                sums = _mm512_add_epi64(sums, _mm512_sad_epu8(size, _mm512_setzero_si512()));
-                const __m512i two = _mm512_adds_epu8(size, _mm512_shuffle_epi32(size, _MM_PERM_ENUM(0xb1)));
-                const __m512i most = _mm512_adds_epu8(two, _mm512_shuffle_epi32(two, _MM_PERM_ENUM(0x4e)));
-                any |= uint64_t(_mm512_test_epi64_mask(most, most) & 0x55) << (k / 2);
-                const __m512i above = _mm512_subs_epu8(most, _mm512_set1_epi8(char(254)));
-                const uint64_t here = _mm512_test_epi64_mask(above, above) & 0x55;
-                full |= here << (k / 2);
-                fill<SIGNED>(x, r, k / 4, here != 0);
+                const __m512i x = height - k >= 16 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi32((1u << (height - k)) - 1, from);
+                const __m512i plus = SIGNED ? _mm512_max_epi8(x, _mm512_setzero_si512()) : x, minus = _mm512_sub_epi8(plus, x);
+                sums = _mm512_add_epi64(sums, _mm512_sad_epu8(SIGNED ? _mm512_abs_epi8(x) : x, _mm512_setzero_si512()));
+                const uint64_t some = _mm512_test_epi64_mask(x, x);
+                any |= ((some | some >> 1) & 0x55) << (k / 2);
+                __m512i a[4], c[4], sum[4];
+                UNROLL for (int half = 0; half < 2; ++half) {  // two blocks, eight bytes of a lane each: sums of operands 0 and 1, and of 2 and 3
+                    const __m512i first = _mm512_add_epi8(word, _mm512_set1_epi8(char(32 * half))), second = _mm512_add_epi8(first, _mm512_set1_epi8(4));
+                    __m512i pairs = _mm512_add_epi8(_mm512_maskz_permutexvar_epi8(FIRST, first, plus), _mm512_maskz_permutexvar_epi8(SECOND, second, plus));
+                    if (SIGNED) {
+                        pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~FIRST, first, minus));
+                        pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~SECOND, second, minus));
+                    }
+                    UNROLL for (int b = 0; b < 2; ++b) {
+                        const __m512i of_block = _mm512_set1_epi8(char(8 * b));
+                        a[2 * half + b] = _mm512_shuffle_epi8(pairs, _mm512_or_si512(near, of_block)), c[2 * half + b] = _mm512_shuffle_epi8(pairs, _mm512_or_si512(far, of_block));
+                    }
+                }
+                UNROLL for (int b = 0; b < 4; ++b) _mm512_store_si512(entry[k / 4 + b][r], sum[b] = _mm512_adds_epu8(a[b], c[b]));
+                const __m512i most = _mm512_max_epu8(_mm512_max_epu8(sum[0], sum[1]), _mm512_max_epu8(sum[2], sum[3]));
+                if (__builtin_expect(_mm512_cmpeq_epi8_mask(most, all) != 0, 0))  // one that is just as large has an excess of 0
+                    UNROLL for (int b = 0; b < 4; ++b) {
+                        if (!_mm512_cmpeq_epi8_mask(sum[b], all)) continue;
+                        full |= uint64_t(1) << (k / 2 + 2 * b);
+                        _mm512_store_si512(excess[k / 4 + b][r], _mm512_sub_epi8(_mm512_add_epi8(a[b], c[b]), sum[b]));
+                    }
             }
             over[r] = full, total[r] = int32_t(_mm512_reduce_add_epi64(sums));
         }
         used = any;
-    }
-
-    // Tables of four blocks of operands.
-    template <bool SIGNED>
-    INLINE void fill(__m512i operands, int64_t row, int64_t block, bool exceeds) {
-        constexpr uint64_t FIRST = 0xaaaaaaaaaaaaaaaa, SECOND = 0xcccccccccccccccc;  // of two bits, the one that an operand needs
-        const __m512i lane = _mm512_set_epi64(3 * ONES, 3 * ONES, 2 * ONES, 2 * ONES, ONES, ONES, 0, 0);
-        const __m512i word = _mm512_add_epi8(lane, _mm512_broadcast_i32x4(_mm_set_epi64x(0x1818181810101010, 0x0808080800000000)));
-        const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0302010003020100, 0x0302010003020100));
-        const __m512i far = _mm512_broadcast_i32x4(_mm_set_epi64x(0x0707070706060606, 0x0505050504040404));
-        const __m512i plus = SIGNED ? _mm512_max_epi8(operands, _mm512_setzero_si512()) : operands, minus = _mm512_sub_epi8(plus, operands);
-        UNROLL for (int half = 0; half < 2; ++half) {  // two blocks, eight bytes of a lane each: sums of operands 0 and 1, and of 2 and 3
-            const __m512i first = _mm512_add_epi8(word, _mm512_set1_epi8(char(32 * half))), second = _mm512_add_epi8(first, _mm512_set1_epi8(4));
-            __m512i pairs = _mm512_add_epi8(_mm512_maskz_permutexvar_epi8(FIRST, first, plus), _mm512_maskz_permutexvar_epi8(SECOND, second, plus));
-            if (SIGNED) {
-                pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~FIRST, first, minus));
-                pairs = _mm512_add_epi8(pairs, _mm512_maskz_permutexvar_epi8(~SECOND, second, minus));
-            }
-            UNROLL for (int b = 0; b < 2; ++b) {
-                const __m512i of_block = _mm512_set1_epi8(char(8 * b)), a = _mm512_shuffle_epi8(pairs, _mm512_or_si512(near, of_block));
-                const __m512i c = _mm512_shuffle_epi8(pairs, _mm512_or_si512(far, of_block)), sum = _mm512_adds_epu8(a, c);
-                _mm512_store_si512(entry[block + 2 * half + b][row], sum);
-                if (exceeds) _mm512_store_si512(excess[block + 2 * half + b][row], _mm512_sub_epi8(_mm512_add_epi8(a, c), sum));
-            }
-        }
     }
 };
 
 // What one register holds: sixteen words, of which a pass takes the even or the odd columns, or eight words twice and all columns.
 enum Pass { EVEN, ODD, NARROW };
 // The columns of a pass's four sums; of a narrow one those in the lower half, the upper half has column + 4.
-constexpr int COLUMN[3][4] = {{0, 4, 2, 6}, {1, 5, 3, 7}, {0, 2, 1, 3}};
+constexpr int COLUMN[3][4] = {{0, 4, 2, 6}, {1, 5, 3, 7}, {0, 1, 2, 3}};
 
 template <Pass PASS>
 INLINE __m512i load_words(const uint8_t* words, __mmask16 lanes) {
@@ -135,6 +133,24 @@ INLINE void gather(const __m512i word[4], __m512i& near, __m512i& far) {
     near = choose_bits(0xcc, _mm512_slli_epi32(b, 2), near), far = choose_bits(0xcc, b, far);
 }
 
+// A matrix by which a product takes bits c of a byte in the lower half of a register, c + 4 in the upper half, to bits to[c], c < 4.
+INLINE __m512i spread(const int (&to)[4]) {
+    int64_t low = 0, high = 0;
+    UNROLL for (int c = 0; c < 4; ++c) low |= int64_t(1) << (8 * (7 - to[c]) + c), high |= int64_t(1) << (8 * (7 - to[c]) + c + 4);
+    return _mm512_set_epi64(high, high, high, high, low, low, low, low);
+}
+// By which a product turns a byte by two bits to the left.
+constexpr int64_t TURN = 0x4080010204081020;
+
+// Four-bit numbers of all columns of a narrow pass, one half's in the lower half: those of column 0 (4) in bits 0 to 3 of the bytes of `near`, of
+// column 1 (5) in bits 4 to 7, of column 2 (6) in bits 2 to 5 of the bytes of `far`, of column 3 (7) in bits 6, 7, 0 and 1.
+template <int COUNT>
+INLINE void gather_narrow(const __m512i word[4], __m512i& near, __m512i& far) {
+    auto moved = [&](int i, const int (&to)[4]) __attribute__((always_inline)) { return COUNT > i ? _mm512_gf2p8affine_epi64_epi8(word[i], spread(to), 0) : _mm512_setzero_si512(); };
+    const __m512i a = _mm512_or_si512(moved(0, {0, 4, 2, 6}), moved(1, {1, 5, 3, 7})), b = _mm512_or_si512(moved(2, {2, 6, 4, 0}), moved(3, {3, 7, 5, 1}));
+    near = choose_bits(0x33, a, b), far = choose_bits(0x33, b, a);
+}
+
 // The numbers of a pass's columns as bytes, with what `place` has in their upper bits.
 template <Pass PASS, int COUNT>
 INLINE void numbers(const __m512i word[4], __m512i place, __m512i to[4]) {
@@ -142,11 +158,8 @@ INLINE void numbers(const __m512i word[4], __m512i place, __m512i to[4]) {
     auto cut = [&](__m512i x) __attribute__((always_inline)) { return _mm512_ternarylogic_epi32(x, low, place, 0xea); };
     __m512i near, far;
     if (PASS == NARROW) {
-        const __m512i halves = _mm512_set_epi64(0x400000004, 0x400000004, 0x400000004, 0x400000004, 0, 0, 0, 0);
-        gather<false, COUNT>(word, near, far);
-        to[0] = cut(_mm512_srlv_epi32(near, halves)), to[1] = cut(_mm512_srlv_epi32(far, halves));
-        gather<true, COUNT>(word, near, far);
-        to[2] = cut(_mm512_srlv_epi32(near, halves)), to[3] = cut(_mm512_srlv_epi32(far, halves));
+        gather_narrow<COUNT>(word, near, far);
+        to[0] = cut(near), to[1] = cut(_mm512_srli_epi32(near, 4)), to[2] = cut(_mm512_srli_epi32(far, 2)), to[3] = cut(_mm512_gf2p8affine_epi64_epi8(far, _mm512_set1_epi64(TURN), 0));
     } else {
         gather<PASS == ODD, COUNT>(word, near, far);
         to[0] = cut(near), to[1] = cut(_mm512_srli_epi32(near, 4)), to[2] = cut(far), to[3] = cut(_mm512_srli_epi32(far, 4));

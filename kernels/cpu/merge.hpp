@@ -24,7 +24,11 @@ inline void merge(int64_t rows, int64_t dim, float* m, float* l, float* o, const
             const float less = exp2_fast(-std::fabs(m[r] - m2[r])), a = m[r] < m2[r] ? less : 1.0f, b = m[r] < m2[r] ? 1.0f : less;
             m[r] = m[r] != m[r] || m2[r] != m2[r] ? NAN : peak;
             l[r] = l[r] * a + l2[r] * b;
-            for (int64_t d = 0; d < dim; ++d) o[r * dim + d] = o[r * dim + d] * a + o2[r * dim + d] * b;
+            float* to = o + r * dim;
+            const float* from = o2 + r * dim;
+            int64_t d = 0;
+            for (; d + 16 <= dim; d += 16) store16(to + d, load16(to + d) * a + load16(from + d) * b);
+            for (; d < dim; ++d) to[d] = to[d] * a + from[d] * b;
         }
     }
 }

@@ -37,8 +37,22 @@ inline Each centroid_scores(const float* q, const uint8_t* centroid, int64_t dim
     return found;
 }
 
+// q.c of four pages whose centroids are 64 numbers, all of which the registers hold: base [rows][4].
+inline void centroid_scores_of_four(const Layout& l, const float* q, const Unit& u, float* base) {
+    Sixteen c[4][4];
+    UNROLLED for (int page = 0; page < 4; ++page)
+        UNROLLED for (int i = 0; i < 4; ++i) c[page][i] = load_halves(u.centroid(l, KEYS, page) + 32 * i);
+    for (int64_t r = 0; r < u.rows; ++r, q += 64, base += 4) {
+        Sixteen sum[4];
+        UNROLLED for (int page = 0; page < 4; ++page) sum[page] = product_of(q, c[page]);
+        const Four found = fold16(sum);
+        std::memcpy(base, &found, sizeof found);
+    }
+}
+
 // q.c of all pages.
 inline void base_scores(const Layout& l, const Queries& q, Unit& u, Workspace& s) {
+    if (l.dim == 64 && u.pages() == 4) return centroid_scores_of_four(l, q.rotated + u.first * l.dim, u, u.base.data());
     for (int64_t first = 0; first < u.rows; first += FEW)
         for (int64_t page = 0; page < u.pages(); ++page) {
             const int64_t rows = std::min(FEW, u.rows - first);
@@ -54,16 +68,32 @@ inline Factors factors(const Unit& u, int64_t page, int64_t first, int64_t rows,
     return found;
 }
 
+// Of the queries, [rows / FEW].
+inline Factors* query_factors(const Layout& l, const Queries& q, float noise_factor, const Unit& u, Workspace& s) {
+    Factors* found = room(s.factors, (u.rows + FEW - 1) / FEW);
+    for (int64_t r = 0; r < u.rows; ++r) {
+        found[r / FEW].scale.row[r % FEW] = q.scale[u.first + r] * level_unit(l.scan_bits[KEYS]);
+        found[r / FEW].noise.row[r % FEW] = q.norm2[u.first + r] * noise_factor;
+    }
+    return found;
+}
+
+// The largest score of each row from those of its lanes.
+inline void find_peaks(Unit& u) {
+    for (int64_t first = 0; first < u.rows; first += FEW) {
+        Sixteen lanes[FEW];
+        UNROLLED for (int r = 0; r < FEW; ++r) lanes[r] = load16(&u.lanes[16 * (first + r)]);
+        const Four most = most16(lanes);
+        std::memcpy(&u.peak[first], &most, sizeof most);
+    }
+}
+
 // Scores of all tokens, and the largest of each row. What a row's reductions wait for is long done when all pages are through.
 template <int V>
 inline void score_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead) {
     room(u.levels, u.rows * u.total), room(u.scores, u.rows * u.total);
     base_scores(l, q, u, s);
-    Factors* of_queries = room(s.factors, (u.rows + FEW - 1) / FEW);
-    for (int64_t r = 0; r < u.rows; ++r) {
-        of_queries[r / FEW].scale.row[r % FEW] = q.scale[u.first + r] * level_unit(l.scan_bits[KEYS]);
-        of_queries[r / FEW].noise.row[r % FEW] = q.norm2[u.first + r] * noise_factor;
-    }
+    Factors* of_queries = query_factors(l, q, noise_factor, u, s);
     for (int64_t page = 0; page < u.pages(); ++page) {
         keys.dot(u.record[page] + l.planes[KEYS], l.tokens / 8, &u.levels[page * l.tokens], u.total, ahead);
         for (int64_t first = 0; first < u.rows; first += FEW) {
@@ -75,19 +105,8 @@ inline void score_pages(const Layout& l, const Queries& q, float noise_factor, c
             });
         }
     }
-    for (int64_t first = 0; first < u.rows; first += FEW) {
-        Sixteen lanes[FEW];
-        UNROLLED for (int r = 0; r < FEW; ++r) lanes[r] = load16(&u.lanes[16 * (first + r)]);
-        const Four most = most16(lanes);
-        std::memcpy(&u.peak[first], &most, sizeof most);
-    }
-}
-
-// As exp2_beside takes them.
-inline Each rounders(const Unit& u, int64_t first) {
-    Each found;
-    for (int64_t r = 0; r < FEW; ++r) found.row[r] = ROUNDER - u.shift(first + r);
-    return found;
+    find_peaks(u);
+    for (int64_t row = 0; row < u.rows; ++row) u.shift[row] = std::rint(u.peak[row]);
 }
 
 // p of all tokens; the log-sum-exp of each row over the granule.
@@ -95,15 +114,15 @@ template <int V>
 inline void soften(const Layout& l, Unit& u, float* log_sums, Ahead& ahead) {
     room(u.p, u.rows * u.total);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        const Each rounder = rounders(u, first);
+        const Each shift = Each::of(load4(&u.shift[first]));
         with_rows(u.rows - first, [&](auto count) {
             float total[FEW] = {};
             for (int64_t page = 0; page < u.pages(); ++page) {
                 const int64_t at = first * u.total + page * l.tokens;
-                const Each sum = soften_rows<V, count, false>(&u.scores[at], u.total, rounder, nullptr, &u.p[at], ahead.take(V, u.record[page])).sum;
+                const Each sum = soften_rows<V, count>(&u.scores[at], u.total, shift, &u.p[at], ahead.take(V, u.record[page]));
                 for (int r = 0; r < count; ++r) total[r] += sum.row[r];
             }
-            for (int r = 0; r < count; ++r) log_sums[first + r] = u.shift(first + r) + std::log2(total[r]);
+            for (int r = 0; r < count; ++r) log_sums[first + r] = u.shift[first + r] + std::log2(total[r]);
         });
     }
 }

@@ -36,6 +36,12 @@ struct Tree {
         kernels().merge(count, dim, lanes.m + to, lanes.l + to, lanes.o + to * dim, from.m + at, from.l + at, from.o + at * dim);
     }
 
+    // What is at `other` becomes part of what is at `lane`, or takes its place if there is nothing, -1.
+    void join(int64_t& lane, int64_t other) const {
+        if (lane < 0) lane = other;
+        else merge(lane, lanes, other);
+    }
+
     // From `width` lanes to `nodes`; what nothing was merged into becomes the empty partial.
     void reduce(int64_t width, int64_t nodes) const {
         for (int64_t stride = width / 2; stride >= nodes; stride /= 2)
@@ -46,7 +52,7 @@ struct Tree {
     }
 };
 
-constexpr int64_t PARTIAL_BYTES = 1 << 17;  // of a task's granules
+constexpr int64_t PARTIAL_BYTES = 1 << 18;  // of a task's granules
 
 // The first nodes of the tree, m, l [nodes, HK, G], o [nodes, HK, G, D]. by_head: a task is of one head, and all tasks of a head come together,
 // for kernels that read tables of a head's own.
@@ -59,38 +65,35 @@ struct Nodes {
     template <class Attend>
     int64_t fill(const Seen& seen, int64_t threads, const Attend& attend) const {
         const int64_t rows = heads * group;
-        std::vector<Granule> granules;
-        for (int64_t slab = 0; slab < seen.slabs; ++slab)
-            for (int64_t g = 0; g < seen.slab_granules[slab]; ++g)
-                granules.push_back({seen.records[slab] + g * pages * heads * record_bytes, seen.page_valid + int64_t(granules.size()) * pages});
         // A task is a node of the tree, of so many granules that their partials never leave the cache; what it reads first nobody has asked for.
         const int64_t most = std::max<int64_t>(8, PARTIAL_BYTES / (rows * dim * int64_t(sizeof(float))));
         int64_t nodes = seen.nodes;
         while (nodes < seen.width && (nodes < 4 * threads || nodes * most < seen.granules)) nodes *= 2;
-        std::vector<std::vector<int64_t>> members(nodes);
-        for (int64_t g = 0; g < seen.granules; ++g) members[seen.index[g] % nodes].push_back(g);
         const int64_t some = by_head || nodes < 4 * threads ? 1 : heads, parts = heads / some;
         std::atomic<int64_t> refined{0};
         Pool::instance().run(nodes * parts, threads, [&](int64_t task) {
             thread_local std::vector<Granule> own;
-            thread_local Room<float> work[2];
+            thread_local std::vector<int64_t> leaf, lane;  // where granules go; of a lane the granule whose partial is its so far, or -1
+            thread_local Room<float> work;
             const int64_t node = by_head ? task % nodes : task / parts, head = by_head ? task / nodes : task % parts;
             const int64_t here = some * group, lanes = seen.width / nodes;
-            const int64_t sizes[2] = {int64_t(members[node].size()) * here, lanes * here};
-            PartialOut part[2];
-            for (int i = 0; i < 2; ++i) {
-                float* o = room(work[i], sizes[i] * (dim + 2));
-                part[i] = {o + sizes[i] * dim, o + sizes[i] * (dim + 1), o};
-            }
-            own.clear();
-            for (int64_t g : members[node]) own.push_back(granules[g]);
-            refined += attend(head, some, own, part[0]);
-            const Tree tree = {here, 0, here, dim, part[1]};
-            tree.clear(lanes);
-            for (int64_t g = 0; g < int64_t(own.size()); ++g) tree.merge(seen.index[members[node][g]] / nodes % lanes, part[0], g);
-            tree.reduce(lanes, 1);
-            const int64_t at = node * rows + head * here;
-            std::copy_n(part[1].m, here, to.m + at), std::copy_n(part[1].l, here, to.l + at), std::copy_n(part[1].o, here * dim, to.o + at * dim);
+            own.clear(), leaf.clear(), lane.assign(lanes, -1);
+            const int64_t *index = seen.index, granule_bytes = pages * heads * record_bytes;
+            const uint8_t* valid = seen.page_valid;
+            for (int64_t slab = 0; slab < seen.slabs; ++slab)
+                for (int64_t g = 0; g < seen.slab_granules[slab]; ++g, ++index, valid += pages)
+                    if ((*index & (nodes - 1)) == node) own.push_back({seen.records[slab] + g * granule_bytes, valid}), leaf.push_back(*index / nodes & (lanes - 1));
+            const int64_t count = int64_t(own.size());
+            float* o = room(work, count * here * (dim + 2));
+            const Tree tree = {here, 0, here, dim, {o + count * here * dim, o + count * here * (dim + 1), o}};
+            refined += attend(head, some, own, tree.lanes);
+            for (int64_t g = 0; g < count; ++g) tree.join(lane[leaf[g]], g);
+            for (int64_t stride = lanes / 2; stride >= 1; stride /= 2)
+                for (int64_t i = 0; i < stride; ++i)
+                    if (lane[i + stride] >= 0) tree.join(lane[i], lane[i + stride]);
+            const int64_t at = node * rows + head * here, from = lane[0] * here;
+            if (from >= 0) std::copy_n(tree.lanes.m + from, here, to.m + at), std::copy_n(tree.lanes.l + from, here, to.l + at), std::copy_n(o + from * dim, here * dim, to.o + at * dim);
+            else std::fill_n(to.m + at, here, -INFINITY), std::fill_n(to.l + at, here, 0.0f), std::fill_n(to.o + at * dim, here * dim, 0.0f);
         });
         Tree{rows, 0, rows, dim, to}.reduce(nodes, seen.nodes);
         return refined;

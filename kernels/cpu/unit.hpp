@@ -50,15 +50,12 @@ struct Unit {
     std::vector<const uint8_t*> record;  // of the valid pages
     Room<float> scores, p;  // [rows][total], p = 2^(score - shift)
     Room<float> base;  // [rows][pages]: q.c
-    Room<float> lanes, peak;  // [rows][16], [rows]: the largest score
+    Room<float> lanes, peak, shift;  // [rows][16], [rows]: the largest score; the whole number from which p counts
     Room<Each> mass, size;  // [rows / FEW][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
     Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
     Room<uint16_t> taken;  // [lists][total / 16]: a bit for each token of a list
     std::vector<List> lists;
-
-    // From where p of a row counts: the whole number next to its largest score.
-    float shift(int64_t row) const { return std::rint(peak[size_t(row)]); }
 
     int64_t pages() const { return int64_t(record.size()); }
     int64_t block(int64_t row, int64_t page) const { return row / FEW * pages() + page; }
@@ -70,7 +67,7 @@ struct Unit {
             if (page_valid[page]) record.push_back(records + page * page_stride);
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
         const int64_t all = rows * pages(), blocks = (rows + FEW - 1) / FEW * pages();
-        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(mass, blocks), room(size, blocks), room(sums, all * l.dim);
+        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(shift, rows + FEW), room(mass, blocks), room(size, blocks), room(sums, all * l.dim);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }

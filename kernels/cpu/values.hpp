@@ -12,43 +12,50 @@
 
 namespace {
 
-// o = (ADD: o +) sums of all pages, PAGES of them (if 0, of u.pages()): their values' integer sums, and their centroids by their weights.
-template <int PAGES, int ROWS, bool ADD>
-inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o) {
-    const int64_t dim = l.dim, pages = PAGES ? PAGES : u.pages(), stride = u.rows * dim;
+// Channels d .. d + 16 COUNT - 1 of o = (ADD: o +) sums of all pages: their values' integer sums, and their centroids by their weights.
+template <int COUNT, int ROWS, bool ADD>
+inline void combine_channels(const Layout& l, const Unit& u, int64_t first, int64_t d, float* o) {
+    const int64_t dim = l.dim, pages = u.pages();
     const Each *mass = &u.mass[u.block(first, 0)], *size = &u.size[u.block(first, 0)];
-    const int32_t* sums = u.sums.data() + first * dim;
-    int64_t d = 0;
-    for (; d + 16 <= dim; d += 16) {
-        Sixteen sum[ROWS];
-        UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = ADD ? load16(o + r * dim + d) : Sixteen{};
-        UNROLLED for (int64_t page = 0; page < pages; ++page) {
-            const Sixteen center = load_halves(u.centroid(l, VALUES, page) + 2 * d);
-            UNROLLED for (int r = 0; r < ROWS; ++r) sum[r] = fused(center, Sixteen{} + mass[page].row[r], sum[r]);
+    const int32_t* sums = u.sums.data() + first * dim + d;
+    Sixteen sum[COUNT][ROWS];
+    UNROLLED for (int i = 0; i < COUNT; ++i)
+        UNROLLED for (int r = 0; r < ROWS; ++r) sum[i][r] = ADD ? load16(o + r * dim + d + 16 * i) : Sixteen{};
+    for (int64_t page = 0; page < pages; ++page, sums += u.rows * dim) {
+        const uint8_t* center = u.centroid(l, VALUES, page) + 2 * d;
+        UNROLLED for (int i = 0; i < COUNT; ++i) {
+            const Sixteen middle = load_halves(center + 32 * i);
+            UNROLLED for (int r = 0; r < ROWS; ++r) sum[i][r] = fused(middle, sixteen(mass[page].row[r]), sum[i][r]);
             UNROLLED for (int r = 0; r < ROWS; ++r)
-                sum[r] = fused(__builtin_convertvector(load16(sums + page * stride + r * dim + d), Sixteen), Sixteen{} + size[page].row[r], sum[r]);
+                sum[i][r] = fused(__builtin_convertvector(load16(sums + r * dim + 16 * i), Sixteen), sixteen(size[page].row[r]), sum[i][r]);
         }
-        UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d, sum[r]);
     }
-    for (; d < dim; ++d)
+    UNROLLED for (int i = 0; i < COUNT; ++i)
+        UNROLLED for (int r = 0; r < ROWS; ++r) store16(o + r * dim + d + 16 * i, sum[i][r]);
+}
+
+template <int ROWS, bool ADD>
+inline void combine_rows(const Layout& l, const Unit& u, int64_t first, float* o) {
+    int64_t d = 0;
+    for (; d + 64 <= l.dim; d += 64) combine_channels<4, ROWS, ADD>(l, u, first, d, o);
+    for (; d + 16 <= l.dim; d += 16) combine_channels<1, ROWS, ADD>(l, u, first, d, o);
+    for (; d < l.dim; ++d)
         for (int r = 0; r < ROWS; ++r) {
-            float sum = ADD ? o[r * dim + d] : 0.0f;
-            for (int64_t page = 0; page < pages; ++page) {
+            float sum = ADD ? o[r * l.dim + d] : 0.0f;
+            for (int64_t page = 0; page < u.pages(); ++page) {
+                const int64_t at = u.block(first, page);
                 uint16_t center;
                 std::memcpy(&center, u.centroid(l, VALUES, page) + 2 * d, 2);
-                sum += half_to_float(center) * mass[page].row[r] + float(sums[page * stride + r * dim + d]) * size[page].row[r];
+                sum += half_to_float(center) * u.mass[at].row[r] + float(u.sums[(page * u.rows + first + r) * l.dim + d]) * u.size[at].row[r];
             }
-            o[r * dim + d] = sum;
+            o[r * l.dim + d] = sum;
         }
 }
 
 template <bool ADD>
 inline void combine(const Layout& l, const Unit& u, float* o) {
     for (int64_t first = 0; first < u.rows; first += FEW)
-        with_rows(u.rows - first, [&](auto rows) {
-            if (u.pages() == 4) combine_rows<4, rows, ADD>(l, u, first, o + first * l.dim);
-            else combine_rows<0, rows, ADD>(l, u, first, o + first * l.dim);
-        });
+        with_rows(u.rows - first, [&](auto rows) { combine_rows<rows, ADD>(l, u, first, o + first * l.dim); });
 }
 
 // The full scales of a list's tokens in halves, zeros up to whole registers. What is gathered one by one is not yet there for a register that
@@ -246,7 +253,7 @@ inline bool refine_scores(const Layout& l, const Queries& q, float noise_factor,
                 peak = u.peak[row] != u.peak[row] ? NAN : peak > left ? peak : left;
             }
             for (int64_t i = 0; i < whole; i += 16) store16(to + i, exp2_fast(load16(to + i) - peak));
-            m[row] = peak, factor[row] = exp2_fast(u.shift(row) - peak), far |= !(std::fabs(u.shift(row) - peak) < 32.0f);
+            m[row] = peak, factor[row] = exp2_fast(u.shift[row] - peak), far |= !(std::fabs(u.shift[row] - peak) < 32.0f);
         }
     }
     return far;
@@ -264,7 +271,7 @@ inline void finish(const Layout& l, const Queries& q, const Refinement& refine, 
     if (far) {  // p may have lost what now counts
         soften<V>(l, u, room(s.log_sum_exp, u.rows), ahead);
         for (int64_t row = 0; row < u.rows; ++row) {
-            if (std::fabs(u.shift(row) - m[row]) < 32.0f) continue;
+            if (std::fabs(u.shift[row] - m[row]) < 32.0f) continue;
             for (int64_t t = row * u.total; t < (row + 1) * u.total; t += 16) store16(&u.p[t], exp2_fast(load16(&u.scores[t]) - m[row]));
             factor[row] = 1.0f;
         }

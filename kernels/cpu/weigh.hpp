@@ -56,28 +56,57 @@ struct Weighed {
     Each sum, most;
 };
 
-// p = 2^(x - shift), whole shifts as exp2_beside takes them; the sums of p. With the scales `b` of values what is stored are the weights p * b, and their largest are returned, too.
-template <int V, int ROWS, bool WEIGH>
-inline Weighed soften_rows(const float* x, int64_t stride, const Each& rounder, const uint8_t* b, float* to, const uint8_t* fetch) {
-    constexpr int COLUMNS = ROWS < 4 ? 2 : 1;  // few rows alone would wait for their own steps
-    Sixteen sum[FEW] = {}, most[FEW] = {};
-    float rounders[COLUMNS * ROWS];
-    UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) rounders[j] = rounder.row[j % ROWS];
-    for (int i = 0; i < V; i += COLUMNS) {
-        UNROLLED for (int c = 0; c < COLUMNS; ++c) __builtin_prefetch(fetch + (i + c) * LINE_BYTES, 0, 2);
-        Sixteen p[COLUMNS * ROWS];
-        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) p[j] = load16(x + j % ROWS * stride + 16 * (i + j / ROWS));
-        exp2_beside(p, rounders);
-        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) sum[j % ROWS] += p[j];
-        if (WEIGH) {
-            Sixteen size[COLUMNS];
-            UNROLLED for (int c = 0; c < COLUMNS; ++c) size[c] = load_halves(b + 32 * (i + c));
-            UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) p[j] *= size[j / ROWS];
-            UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) most[j % ROWS] = larger_size(p[j], most[j % ROWS]);
+// Of levels, with scores as in score_rows but rounded less often and less their base's shift: p = 2^score, and the weights p * b with the scales `b` of
+// values, which are stored. Returns the sums of p and the largest weights; `lanes` as in score_rows.
+template <int V, int ROWS>
+inline Weighed weigh_levels(const int32_t* level, int64_t level_stride, const Each& scale, const uint8_t* a, const Each& noise, const Each& base, const uint8_t* b, float* __restrict to, int64_t stride, bool first, float* __restrict lanes, const uint8_t* fetch) {
+    Sixteen sum[FEW] = {}, most[FEW] = {}, peak[ROWS];
+    Power power[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; ++r) peak[r] = first ? sixteen(-INFINITY) : load16(lanes + 16 * r);
+    // A column's powers end while the next one's begin.
+    auto step = [&](int i, auto begins, auto ends) __attribute__((always_inline)) {
+        Sixteen size, weight, p[ROWS];
+        if (begins) size = load_halves(a + 32 * i);
+        if (ends) weight = load_halves(b + 32 * (i - 1));
+        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
+        UNROLLED for (int r = 0; r < ROWS; ++r) {
+            if (ends) p[r] = power[r].end();
+            if (begins) {
+                const Sixteen x = fused(fused(__builtin_convertvector(load16(level + r * level_stride + 16 * i), Sixteen), sixteen(scale.row[r]), size * noise.row[r]), size, sixteen(base.row[r]));
+                peak[r] = larger(x, peak[r]), power[r] = Power::begin(x);
+            }
+            if (ends) sum[r] += p[r], p[r] *= weight, most[r] = larger_size(p[r], most[r]), store16(to + r * stride + 16 * (i - 1), p[r]);
         }
-        UNROLLED for (int j = 0; j < COLUMNS * ROWS; ++j) store16(to + j % ROWS * stride + 16 * (i + j / ROWS), p[j]);
-    }
+    };
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    step(0, yes, no);
+    for (int i = 1; i < V; ++i) step(i, yes, yes);
+    step(V, no, yes);
+    UNROLLED for (int r = 0; r < ROWS; ++r) store16(lanes + 16 * r, peak[r]);
     return {Each::of(fold16(sum)), Each::of(most16(most))};
+}
+
+// p = 2^(x - shift); their sums.
+template <int V, int ROWS>
+inline Each soften_rows(const float* x, int64_t stride, const Each& shift, float* to, const uint8_t* fetch) {
+    Sixteen sum[FEW] = {};
+    Power power[ROWS];
+    auto step = [&](int i, auto begins, auto ends) __attribute__((always_inline)) {
+        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
+        UNROLLED for (int r = 0; r < ROWS; ++r) {
+            Sixteen p;
+            if (ends) p = power[r].end();
+            if (begins) power[r] = Power::begin(load16(x + r * stride + 16 * i) - shift.row[r]);
+            if (ends) sum[r] += p, store16(to + r * stride + 16 * (i - 1), p);
+        }
+    };
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    step(0, yes, no);
+    for (int i = 1; i < V; ++i) step(i, yes, yes);
+    step(V, no, yes);
+    return Each::of(fold16(sum));
 }
 
 // p -> weights p * b of the tokens that are not `taken`, a bit for each, by every row's own mask; the sums of their p, the largest weights.
