@@ -186,7 +186,7 @@ def growth(engine: Engine) -> dict[str, Any]:
     with Live() as live:
         live.seen |= {tensor.untyped_storage()._cdata for tensor in (state.exact, kv, *state.sealed.slabs)}
         for _ in range(granules):
-            rows = layer.extend(0, kv)
+            rows, _ = layer.extend(0, kv)
             layer.keep(0, layer.seal_due(0, state.length, rows))
     after = [(slab.data_ptr(), slab.nbytes) for slab in state.sealed.slabs]
     added = sum(size for _, size in after[len(slabs) :])

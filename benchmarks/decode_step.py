@@ -21,8 +21,9 @@ import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # both as `bitkv generate` has them, and before torch reads them
@@ -35,17 +36,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from bitkv_dist import checkpoint, decoder, layer, model, report
-from bitkv_dist.cache import Shard
-from bitkv_dist.codec import planes_cpu
 from bitkv_dist.config import GenerateConfig, ParallelConfig, build
 from bitkv_dist.engine import Engine
-from bitkv_dist.kernels import dispatch
+from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu import dense
-from bitkv_dist.kernels.cpu.step import View
 from bitkv_dist.layer import PackedLayer
 from bitkv_dist.parallel.heartbeat import Heart, Pulse
 from bitkv_dist.parallel.mesh import Mesh
 from bitkv_dist.parallel.world import World
+from bitkv_dist.sampling import Sampler
 from bitkv_dist.text import read_prompt_file
 
 CHECKED_TOKENS, CHECKED_STEPS = 700, 16
@@ -156,52 +155,86 @@ def check(served: model.ServedModel, stock: Stock, prompt: list[int], threads: i
 
 # -- where the time goes
 
-PARTS = {
-    "linear": [(dense, "project"), (dense, "feed_forward")],
-    "lm_head": [(dense, "head")],
-    "attention": [(View, "see"), (planes_cpu, "finish")],
-    "attention_python": [(PackedLayer, "update"), (PackedLayer, "attend")],
-    "exchange": [(Shard, "merge")],
+COMPILED = {  # functions of our library
+    "linear": "project feed_forward",
+    "lm_head": "head",
+    "attention": "see see_words finish attend attend_words attend_exact quantize_query rotate_back tree",
+    "sealing": "encode",
 }
-PROMPT_PARTS = {
+OF_A_PROMPT = {
     "linear": [(decoder, "linear")],
     "attention": [(layer, "causal_attention")],
     "between": [(dense, "norm"), (dense, "place"), (dense, "gate")],
     "sealing": [(PackedLayer, "finish_prompt")],
 }
+Function = tuple[str, Any, str]  # part, owner, name
 
 
-@contextmanager
-def parts_timed(parts: dict[str, list]) -> Iterator[dict[str, float]]:
-    """Seconds inside the functions of each part, while it lasts; a part that encloses others counts without them."""
-    spent = dict.fromkeys(parts, 0.0)
-    inside = [0.0]  # seconds of the parts that the running one encloses
+def functions_of_a_prompt() -> Iterator[Function]:
+    for part, functions in OF_A_PROMPT.items():
+        yield from ((part, owner, name) for owner, name in functions)
 
-    def timed(part: str, function: Callable) -> Callable:
+
+def functions_of_a_step(engine: Engine) -> Iterator[Function]:
+    """In which a step of `engine` is not in the interpreter."""
+    if cpu.load() is not None:
+        for part, names in COMPILED.items():
+            yield from ((part, cpu.load(), f"bitkv_{name}") for name in names.split())
+    module = engine.model.module.model
+    yield from (("torch", owner, name) for owner, name in ((module.embed_tokens, "forward"), (module.rotary_emb, "forward")))
+    yield "torch", Sampler, "pick"
+    for codec in {type(packed.codec) for packed in engine.cache.layers if not packed.codec.fused}:
+        yield "attention", codec, "attend"  # plain torch does, or our kernels for a cache that evicts by mass
+    yield from (("exchange", Mesh, name) for name in ("gather_sp", "swap_sp", "sum_sp", "largest_sp"))
+
+
+class Clock:
+    """Seconds inside the functions of each part; a function that calls others counts without them."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.calls = 0
+        self.inside = [0.0]  # seconds of the functions that the running one calls
+
+    def timed(self, part: str, function: Callable) -> Callable:
         def run(*args, **kwargs):
-            inside.append(0.0)
+            self.inside.append(0.0)
             started = time.perf_counter()
             found = function(*args, **kwargs)
             took = time.perf_counter() - started
-            spent[part] += took - inside.pop()
-            inside[-1] += took
+            self.calls += 1
+            self.spent[part] += took - self.inside.pop()
+            self.inside[-1] += took
             return found
 
         return run
 
+
+@contextmanager
+def clocked(functions: Iterable[Function]) -> Iterator[Clock]:
+    clock = Clock()
     with ExitStack() as stack:
-        for part, functions in parts.items():
-            for owner, name in functions:
-                stack.enter_context(mock.patch.object(owner, name, timed(part, getattr(owner, name))))
-        yield spent
+        for part, owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, clock.timed(part, getattr(owner, name))))
+        yield clock
+
+
+def clock_s(calls: int) -> float:
+    """Seconds that a clock itself takes for each call."""
+    clock = Clock()
+    nothing, started = clock.timed("", lambda: None), time.perf_counter()
+    for _ in range(calls):
+        nothing()
+    return (time.perf_counter() - started - clock.spent[""]) / calls
 
 
 def breakdown(ours: Ours, steps: int) -> dict[str, float]:
-    """Milliseconds of a step by part; rest: sampling, embedding, and the interpreter between the parts."""
-    with parts_timed(PARTS) as spent:
-        times = ours.decode(steps)
-    parts = {part: seconds / steps * 1e3 for part, seconds in spent.items()}
-    return parts | {"rest": sum(times) / steps * 1e3 - sum(parts.values())}
+    """Milliseconds of a step by part. torch: embedding, rotary positions and sampling. python: all that is in none of the
+    parts, with the small torch operations of a layer (copies of a row, slices), and without the clock."""
+    with clocked(functions_of_a_step(ours.engine)) as clock:
+        took = sum(ours.decode(steps)) - clock.calls * clock_s(10_000)
+    parts = {part: clock.spent[part] / steps * 1e3 for part in (*COMPILED, "torch", "exchange")}
+    return parts | {"python": took / steps * 1e3 - sum(parts.values())}
 
 
 def main() -> None:
@@ -248,9 +281,10 @@ def main() -> None:
     prompt_parts: dict[str, dict[str, float]] = {}  # of the last prefill
     for _ in range(args.prefills):
         for name, runner in runners.items():
-            with parts_timed(PROMPT_PARTS) as spent:
+            with clocked(functions_of_a_prompt()) as clock:
                 prefill_s[name].append(runner.prefill(prompt))
             if name in names:
+                spent = {part: clock.spent[part] for part in OF_A_PROMPT}
                 prompt_parts[name] = spent | {"rest": prefill_s[name][-1] - sum(spent.values())}
     for runner in runners.values():
         runner.decode(2)
@@ -271,7 +305,7 @@ def main() -> None:
         )
     for name, spent in prompt_parts.items():
         print(f"of a prompt, {name}: " + ", ".join(f"{part} {took:.2f} s" for part, took in spent.items()))
-    print("of a step: " + ", ".join(f"{part} {took:.1f} ms" for part, took in parts.items()))
+    print("of a step: " + ", ".join(f"{part} {took:.2f} ms" for part, took in parts.items()))
     print(f"cache: ratio {kv['ratio']:.2f}, ratio_total {kv['ratio_total']:.2f}, {kv['read_bits_per_element']:.2f} bits read")
     best = min((prefills[name] for name in peers), default=None)
     result = {

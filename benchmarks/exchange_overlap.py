@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
     mesh.close()
 
 
-def overlapped(layer: PackedLayer, mesh: Mesh, at_once: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def overlapped(layer: PackedLayer, mesh: Mesh, at_once: int) -> Callable[..., None]:
     """`PackedLayer.attend_fused` with asynchronous collectives of `at_once` sequences' partials."""
 
     def begin(nodes: list[Partial], sequences: list[int]) -> tuple:
@@ -90,30 +90,28 @@ def overlapped(layer: PackedLayer, mesh: Mesh, at_once: int) -> Callable[[torch.
         work = dist.all_gather_single(received.view(-1), sent.view(-1), group=mesh._sp_group, async_op=True)
         return work, received, sequences
 
-    def attend(queries: torch.Tensor) -> torch.Tensor:
+    def attend(queries: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         step, shard = layer.cache.step, layer.cache.shard
         exacts, nodes, sent, exchanges = [], [], 0, []
-        for sequence, query, rows in zip(step.sequences, queries, layer.rows, strict=True):
+        for sequence, query, (rows, count) in zip(step.sequences, queries, layer.rows, strict=True):
             state = layer.states[sequence]
             if sequence not in step.views:
                 step.views[sequence] = state.view(shard.nodes, query.shape[2])
-            exact, found, reads = layer.codec.see(step.views[sequence], query, rows, state.sealed.slabs)
+            exact, found, reads = layer.codec.see(step.views[sequence], query, rows, state.sealed.slabs, count)
             exacts.append(exact)
             nodes.append(found)
-            layer.cache.count_exact(rows.shape[2])
+            layer.cache.count_exact(count)
             layer.cache.counted.add(reads)
             if len(nodes) - sent == at_once or len(nodes) == len(queries):
                 exchanges.append(begin(nodes[sent:], step.sequences[sent : len(nodes)]))
                 sent = len(nodes)
-        out = torch.empty(len(queries), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
         row = 0
         for work, received, sequences in exchanges:
             work.wait()
             for place, sequence in enumerate(sequences):
-                layer.codec.conclude(root(in_tree_order(received[:, place], sequence, mesh.sp)), exacts[row], out[row])
+                layer.codec.conclude(root(in_tree_order(received[:, place], sequence, mesh.sp)), exacts[row], outputs[row])
                 row += 1
         layer.rows = []
-        return out
 
     return attend
 

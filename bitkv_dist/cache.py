@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,6 +72,7 @@ class PackedCache:
         self.counted = ReadCount()
         self.refined = torch.zeros(heads.layers, dtype=torch.int64, device=heads.device)  # by steps with tables
         self.exact_reads = ReadCount()
+        self.row_elements = 2 * heads.kv_heads * heads.head_dim  # of a token in a layer
         self.finite = torch.ones(
             heads.layers, dtype=torch.bool, device=heads.device
         )  # whether every attention output so far was
@@ -82,6 +83,14 @@ class PackedCache:
     def update(self, k: torch.Tensor, v: torch.Tensor, layer_idx: int, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
         """The call of the model's attention: k, v [rows, HK, n, D]."""
         return self.layers[layer_idx].update(k, v)
+
+    def decode(
+        self, index: int, kv: Sequence[torch.Tensor], queries: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """A decode step of one layer, fp32, for each of the step's sequences: its token's kv [2, HK, 1, D] is taken in, and
+        what its queries [HK, 1, G, D], in base 2, attend to fills outputs [1, H, D]."""
+        self.layers[index].take(kv)
+        self.layers[index].attend_each(queries, outputs)
 
     def length(self, sequence: int) -> int:
         """Tokens stored for a sequence."""
@@ -121,8 +130,9 @@ class PackedCache:
 
     def count_exact(self, rows: int) -> None:
         """Note that a decode step read so many rows of exact keys and values in one layer."""
-        elements = 2 * self.heads.kv_heads * rows * self.heads.head_dim
-        self.exact_reads.add(ReadCount(elements * self.heads.dtype.itemsize * 8, elements))
+        elements = rows * self.row_elements
+        self.exact_reads.elements += elements
+        self.exact_reads.bits += elements * self.heads.dtype.itemsize * 8
 
     def first_nonfinite_layer(self) -> int | None:
         bad = (~self.finite).nonzero().flatten().tolist()

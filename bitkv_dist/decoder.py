@@ -8,6 +8,7 @@ ours.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,17 +55,18 @@ class Decoder:
         self.norm, self.eps = self.vector(module.model.norm.weight), module.model.norm.variance_epsilon
         self.matrix = self.matrices(module.lm_head, module.lm_head.out_features)[0]
         self.scaling = module.model.layers[0].self_attn.scaling
+        self.base2 = self.scaling * math.log2(math.e)
 
     @torch.no_grad()
     def step(self, ids: torch.Tensor, positions: torch.Tensor, cache: PackedCache) -> torch.Tensor:
         """ids, positions int64 [rows, 1] of the sequences of `cache.step` -> logits fp32 [rows, vocabulary]."""
         hidden = self.module.model.embed_tokens(ids)[:, 0].float()
         angles = (part[:, 0].contiguous() for part in self.module.model.rotary_emb(hidden[:, None], positions))
-        step = dense.Step(len(ids), *angles)
+        step = dense.Step(self.blocks[0], hidden, *angles)
         for index, block in enumerate(self.blocks):
-            q, k, v = (part.unsqueeze(2) for part in dense.project(block, hidden, step))
-            handle, _ = cache.update(k, v, index)
-            dense.feed_forward(block, handle.attend(q, self.scaling), hidden, step)
+            dense.project(block, step, self.base2)
+            cache.decode(index, step.kv, step.queries, step.attended)
+            dense.feed_forward(block, step)
         return dense.head(self.matrix, self.norm, self.eps, hidden)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -269,11 +270,11 @@ class Engine:
 
         The same broadcast compares what the ranks were fed, so that one which went astray is found in that step.
         """
-        if not torch.isfinite(logits).all():
+        if not math.isfinite(logits.sum()) and not torch.isfinite(logits).all():  # one number is infinite, or their sum
             layer = self.cache.first_nonfinite_layer()
             where = "after the last attention" if layer is None else f"first in the attention of layer {layer}"
             raise FloatingPointError(f"rank {self.mesh.world.rank}: logits are not finite, {where}")
-        decided = torch.zeros(len(live), 2, dtype=torch.int64)
+        decided = [(0, RUNNING)] * len(live)
         if self.mesh.world.rank == 0:
             picked = self.sampler.pick(logits, [self.histories[sequence] for sequence in live], live)
             for row, (sequence, token) in enumerate(zip(live, picked, strict=True)):
@@ -286,9 +287,10 @@ class Engine:
                         or len(self.histories[sequence]) >= self.model.max_positions
                     )
                     state = LENGTH if full else RUNNING
-                decided[row] = torch.tensor((token, state))
+                decided[row] = token, state
         shapes = [len(logits), *live, *map(self.cache.length, live), *map(self.cache.sealed_tokens, live)]
-        return [tuple(row) for row in self.mesh.broadcast_checked(decided, digest.chained(self.fed, shapes)).tolist()]
+        agreed = self.mesh.broadcast_checked(torch.tensor(decided), digest.chained(self.fed, shapes))
+        return [tuple(row) for row in agreed.tolist()]
 
     def step(self, live: list[int]) -> torch.Tensor:
         """Feed the pending token of each live sequence through all layers; fp32 logits [live, vocab]."""

@@ -35,21 +35,25 @@ class PackedLayer(SealingLayer):
 
     def __init__(self, cache: PackedCache, index: int) -> None:
         super().__init__(cache, index)
-        self.rows: list[torch.Tensor] = []  # this forward's exact rows, one per sequence of the step
+        self.rows: list[tuple[torch.Tensor, int]] = []  # this forward's exact rows, of each sequence of the step: see extend
 
     # -- writing
 
     def update(self, k: torch.Tensor, v: torch.Tensor, *args, **kwargs) -> tuple[PackedLayer, PackedLayer]:
         """k, v [rows, HK, n, D] of the step's sequences; returns the handle that the attention function calls `attend` on."""
-        kv = torch.stack((k, v), dim=1)
-        if self.cache.step.round:
+        self.take(torch.stack((k, v), dim=1).unbind())
+        return self, self
+
+    def take(self, kv: Sequence[torch.Tensor]) -> None:
+        """kv [2, HK, n, D] of each of the step's sequences."""
+        step = self.cache.step
+        if step.round:
             self.receive(kv[0])
-        elif (tables := self.cache.step.tables) is not None:
+        elif (tables := step.tables) is not None:
             for state, row, token in zip(tables.states(self.index), tables.row, kv, strict=True):
                 state.exact.index_copy_(2, row[None], token)
         else:
-            self.rows = [self.extend(sequence, kv[row]) for row, sequence in enumerate(self.cache.step.sequences)]
-        return self, self
+            self.rows = [self.extend(sequence, row) for sequence, row in zip(step.sequences, kv, strict=True)]
 
     def receive(self, kv: torch.Tensor | None) -> None:
         """Exact prefill: take in one round's keys and values; kv [2, HK, n, D], or None: this rank has no chunk in it."""
@@ -125,48 +129,58 @@ class PackedLayer(SealingLayer):
         elif step.tables is not None:
             out = self.attend_tables(base2(grouped, scaling), step.tables)
         else:
-            queries = base2(grouped, scaling)  # [rows, HK, n, G, D]
-            if q.shape[2] == 1 and self.codec.fused:
-                return self.attend_fused(queries).to(q.dtype)
-            exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, self.rows, strict=True)]
-            nodes, watched = [], []
-            for each in zip(step.sequences, queries, exacts, strict=True):
-                nodes.append(self.sealed_nodes(*each))
-                watched.append(self.evictor.watched)
-                self.evictor.watched = []
-            roots = self.cache.shard.merge(nodes, step.sequences)
-            if self.cache.config.eviction == "heavy":
-                totals = roots
-                if not self.cache.shard.all_heads:
-                    totals = self.cache.shard.reduce([node._replace(o=node.o[..., :0]) for node in nodes], step.sequences)
-                for sequence, *parts in zip(step.sequences, watched, totals, exacts, strict=True):
-                    self.evictor.count(self.states[sequence], *parts, queries.shape[2] * queries.shape[3])
-            parts = zip(step.sequences, queries, self.rows, exacts, roots, strict=True)
-            out = torch.stack([self.finish_step(*each) for each in parts])
-            self.rows = []
-        self.cache.finite[self.index] &= torch.isfinite(out.sum())  # only ever names the layer of what is found later
+            out = torch.empty(len(q), q.shape[2], q.shape[1], q.shape[3], device=q.device)
+            self.attend_each(base2(grouped, scaling).unbind(), out.unbind())
+            return out.to(q.dtype)
+        self.check_finite_output(out)
         return out.to(q.dtype)
 
-    def attend_fused(self, queries: torch.Tensor) -> torch.Tensor:
-        """A decode step's queries fp32 [rows, HK, 1, G, D] in base 2 -> [rows, 1, H, D], in few calls: see Codec.fused."""
-        step, shard = self.cache.step, self.cache.shard
-        seen = []
-        for sequence, query, rows in zip(step.sequences, queries, self.rows, strict=True):
+    def attend_each(self, queries: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Queries fp32 [HK, n, G, D] in base 2 of each of the step's sequences: fills their outputs fp32 [n, H, D]."""
+        step, (_, n, group, _) = self.cache.step, queries[0].shape
+        if n == 1 and self.codec.fused:
+            return self.attend_fused(queries, outputs)
+        exact_rows = [rows[:, :, :count] for rows, count in self.rows]
+        exacts = [self.exact_partial(query, rows) for query, rows in zip(queries, exact_rows, strict=True)]
+        nodes, watched = [], []
+        for each in zip(step.sequences, queries, exacts, strict=True):
+            nodes.append(self.sealed_nodes(*each))
+            watched.append(self.evictor.watched)
+            self.evictor.watched = []
+        roots = self.cache.shard.merge(nodes, step.sequences)
+        if self.cache.config.eviction == "heavy":
+            totals = roots
+            if not self.cache.shard.all_heads:
+                totals = self.cache.shard.reduce([node._replace(o=node.o[..., :0]) for node in nodes], step.sequences)
+            for sequence, *parts in zip(step.sequences, watched, totals, exacts, strict=True):
+                self.evictor.count(self.states[sequence], *parts, n * group)
+        for output, *each in zip(outputs, step.sequences, queries, exact_rows, exacts, roots, strict=True):
+            output.copy_(self.finish_step(*each))
+            self.check_finite_output(output)
+        self.rows = []
+
+    def attend_fused(self, queries: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """`attend_each` of a decode step in few calls: see Codec.fused."""
+        step, shard, exacts, nodes = self.cache.step, self.cache.shard, [], []
+        for sequence, query, (rows, count) in zip(step.sequences, queries, self.rows, strict=True):
             state = self.states[sequence]
             if sequence not in step.views:
                 step.views[sequence] = state.view(shard.nodes, query.shape[2])
-            exact, nodes, reads = self.codec.see(step.views[sequence], query, rows, state.sealed.slabs)
-            seen.append((exact, nodes))
+            exact, node, reads = self.codec.see(step.views[sequence], query, rows, state.sealed.slabs, count)
+            exacts.append(exact)
+            nodes.append(node)
             if step.count_reads:
-                self.cache.count_exact(rows.shape[2])
+                self.cache.count_exact(count)
                 self.cache.counted.add(reads)
-        roots = shard.merge([nodes for _, nodes in seen], step.sequences)
-        out = torch.empty(len(seen), 1, queries[0, :, 0].numel() // queries.shape[-1], queries.shape[-1])
-        for root, (exact, _), row in zip(roots, seen, out, strict=True):
-            if not self.codec.conclude(root, exact, row):
+        roots = nodes if shard.nodes == 1 else shard.merge(nodes, step.sequences)  # a lone node is the root
+        for root, exact, output in zip(roots, exacts, outputs, strict=True):
+            if not self.codec.conclude(root, exact, output):
                 self.cache.finite[self.index] = False
         self.rows = []
-        return out
+
+    def check_finite_output(self, out: torch.Tensor) -> None:
+        """Only ever names the layer of what is found later."""
+        self.cache.finite[self.index] &= torch.isfinite(out.sum())
 
     def attend_prompt(self, q: torch.Tensor | None, scaling: float) -> torch.Tensor | None:
         """Exact prefill: q [HK, G, n, D] of this rank's chunk -> [1, n, H, D]; None where it has none in this round."""

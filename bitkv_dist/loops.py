@@ -51,7 +51,7 @@ class LoopedLayer(PackedLayer):
 
     # -- writing
 
-    def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
+    def extend(self, sequence: int, kv: torch.Tensor) -> tuple[torch.Tensor, int]:
         length = self.states[sequence].length + 1
         if self.states[sequence].sealed_at(length) > self.states[sequence].sealed_end:
             self.seal_together(sequence, length, [layer.states[sequence].rows() for layer in self.loops])

@@ -43,26 +43,25 @@ class SealingLayer:
         self.audited: dict[tuple[int, int, int], int] = {}  # (sequence, slot, local KV head) -> digest, of pages of other ranks
         self.evictor = Evictor(cache.config, cache.shard, cache.heads.device)
 
-    def extend(self, sequence: int, kv: torch.Tensor) -> torch.Tensor:
-        """Append kv [2, HK, n, D]; returns the rows that the n queries see exactly: sink, recent window and the n tokens."""
+    def extend(self, sequence: int, kv: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Append kv [2, HK, n, D]; returns the rows [2, HK, .., D] that the n queries see exactly (sink, recent window and the
+        n tokens), and how many of them count."""
         state = self.states[sequence]
         if kv.shape[2] > 1:
             rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, : state.exact_count()])
             state.length += kv.shape[2]
-            return torch.cat((rows, kv), dim=2)
+            return torch.cat((rows, kv), dim=2), rows.shape[2] + kv.shape[2]
         row = self.make_room(sequence)
-        state.exact[:, :, row] = kv[:, :, 0]
-        return state.exact[:, :, : row + 1]
+        state.exact[:, :, row : row + 1] = kv
+        return state.exact, row + 1
 
     def make_room(self, sequence: int) -> int:
         """Seal what is due before one more token and count it; the row of `exact` that it takes."""
-        state, sink = self.states[sequence], self.cache.config.sink_rounded
-        before = state.exact_count()
-        rows = self.seal_due(sequence, state.length + 1, state.exact[:, :, :before])
-        if rows.shape[2] != before:
-            state.exact[:, :, sink : rows.shape[2]] = rows[:, :, sink:]
+        state = self.states[sequence]
+        if state.sealed_at(state.length + 1) != state.sealed_end:
+            self.keep(sequence, self.seal_due(sequence, state.length + 1, state.rows()))
         state.length += 1
-        return rows.shape[2]
+        return state.exact_count() - 1
 
     def settle(self, sequence: int, rows: torch.Tensor) -> None:
         """Seal what a chunk has made due, and keep the rest of its exact rows [2, HK, count, D]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from bitkv_dist.cache import Step
@@ -26,6 +28,12 @@ class LosslessCache:
         hidden = ~torch.ones(new, total, dtype=torch.bool).tril(total - new)
         scores = (q @ k.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
         return (scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v).transpose(1, 2)
+
+    def decode(self, index, kv, queries, outputs):
+        self.update(*torch.stack(kv, dim=1), index)
+        found = self.attend(torch.stack(queries).flatten(1, 3).unsqueeze(2), math.log(2))  # queries are in base 2
+        for output, row in zip(outputs, found, strict=True):
+            output.copy_(row)
 
 
 def run(served: ServedModel, cache: LosslessCache, ids: list[int], start: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ def test_encode_of_views_and_of_no_pages():
 
 def call(name: str, *arguments) -> None:
     """A C function of the library: tensors are passed as addresses, numbers as int64."""
-    getattr(cpu.load(), name)(*(cpu._pointer(a) if isinstance(a, torch.Tensor) else cpu._sizes(a)[0] for a in arguments))
+    getattr(cpu.load(), name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
 
 
 OPERANDS = {

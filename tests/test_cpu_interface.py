@@ -63,8 +63,7 @@ def test_a_library_of_other_sources_is_refused_with_the_remedy(found, content, c
 
 def test_one_of_these_sources_is_taken(found):
     """As far as the number goes; the functions of the real one are tested elsewhere."""
-    names = ("choose", "attend", "see", "attend_words", "see_words", "finish", "attend_prompt", "attend_prompt_bfloat16")
-    functions = "".join(f"long long bitkv_{name}(void) {{ return 0; }}" for name in names)
+    functions = "".join(f"long long bitkv_{name}(void) {{ return 0; }}" for name in cpu.SIGNATURES if name != "interface")
     library = found(f"long long bitkv_interface(void) {{ return {cpu.INTERFACE}; }} {functions}")
     assert library is not None and library.bitkv_interface() == cpu.INTERFACE
 
@@ -89,6 +88,17 @@ def test_both_sides_name_the_same_number():
 def test_a_changed_interface_has_a_new_number():
     digest = hashlib.sha256(crossing().encode()).hexdigest()[:16]
     assert DIGESTS.get(cpu.INTERFACE) == digest, f"raise INTERFACE on both sides, and note {digest} above"
+
+
+def test_functions_are_called_with_what_they_take():
+    kinds, results = {"float": "f", "int64_t": "i"}, {"void": "", "int64_t": ">i", "const char*": ">s"}
+    found = {}
+    for head in crossing().splitlines():
+        if match := re.fullmatch(r"(.+) bitkv_(\w+)\((.*)\)", head):
+            result, name, arguments = match.groups()
+            taken = ("p" if "*" in argument else kinds[argument.split()[0]] for argument in filter(None, arguments.split(", ")))
+            found[name] = "".join(taken) + results[result]
+    assert found == cpu.SIGNATURES
 
 
 def crossing() -> str:

@@ -46,6 +46,9 @@ class PlanesCodec:
         self.value_low = config.value_bits - config.value_scan_bits
         self.layout = page_layout(config, heads.head_dim)
         self.record_bytes = self.layout.bytes
+        scanned = (self.layout.fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
+        self.scanned_bits = 8 * sum(scanned)  # of a page of a KV head
+        self.refined_bits = sum(low * heads.head_dim + 16 for low in (self.key_low, self.value_low) if low)  # of a token
         own = heads.first_kv_head, heads.kv_heads
         self.signs = {side: layer_signs(config.seed, layer, *own, side, heads.head_dim).to(heads.device) for side in "KV"}
         self.correction_share = TAIL_CORRECTION if config.key_scan_bits < config.key_bits else 1.0
@@ -170,14 +173,10 @@ class PlanesCodec:
     def count_reads(self, pages: int, queries: int, refined: int | None) -> ReadCount:
         """Planes, scan scales and centroids of every token of so many sealed pages for each query; low bits and full scales of
         the `refined` tokens, which count once per KV head and query."""
-        fields, tokens, dim = self.layout.fields, self.config.page_tokens, self.heads.head_dim
-        scan_bytes = sum(fields[side + name].bytes for side in "KV" for name in ("planes", "scan", "centroid"))
         pages = pages * self.heads.kv_heads * queries
-        count = ReadCount(pages * scan_bytes * 8, pages * tokens * dim * 2, pages * tokens)
-        if self.selection is not None:
-            count.refined = refined
-            count.bits += count.refined * sum(low * dim + 16 for low in (self.key_low, self.value_low) if low)
-        return count
+        refined = 0 if self.selection is None else refined
+        bits, tokens = pages * self.scanned_bits + refined * self.refined_bits, pages * self.config.page_tokens
+        return ReadCount(bits, tokens * self.heads.head_dim * 2, tokens, refined)
 
 
 def make_selection(config: CacheConfig, device: torch.device) -> reference.Selection | None:

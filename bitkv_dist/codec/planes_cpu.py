@@ -75,16 +75,17 @@ class PlanesCodecCpu(PlanesCodec):
         return not self.unserved and self.config.eviction != "heavy"  # whose masses `see` does not tell
 
     def see(
-        self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
+        self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor], count: int | None = None
     ) -> tuple[Partial, Partial, ReadCount]:
-        """A decode query fp32 [HK, 1, G, D] in base 2: its partial [HK, 1, G] over the exact rows [2, HK, count, D], its tree
-        nodes [V, HK, 1, G] over the sealed granules in `slabs`, and what was read. The next `see` of the view replaces both."""
-        exact, nodes, refined = view.see(self.native_layout, self.refinement, self.signs["K"], query, rows, slabs)
+        """A decode query fp32 [HK, 1, G, D] in base 2: its partial [HK, 1, G] over the first `count` (None: all) of the exact
+        rows [2, HK, .., D], its tree nodes [V, HK, 1, G] over the sealed granules in `slabs`, and what was read. The next `see`
+        of the view replaces both."""
+        exact, nodes, refined = view.see(self.native_layout, self.refinement, self.signs["K"], query, rows, slabs, count)
         return Partial(*exact), Partial(*nodes), self.count_reads(view.pages, 1, refined)
 
     def conclude(self, root: Partial, exact: Partial, out: torch.Tensor) -> bool:
-        """Fills out fp32 [1, H, D] from the partials [HK, 1, G] of sealed (root of the merge tree) and exact tokens. Returns
-        whether it is finite."""
+        """Fills out fp32 [1, H, D] from the partials [HK, 1, G] of sealed (root of the merge tree, or its only node) and exact
+        tokens. Returns whether it is finite."""
         return finish(root, exact, self.signs["V"], out)
 
 

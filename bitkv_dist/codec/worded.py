@@ -34,6 +34,9 @@ class WordedCodec(TailoredCodec):
         self.below = make_codec(planes, heads, layer)
         self.words_bytes = self.record_bytes
         self.record_bytes += self.below.record_bytes
+        fields, bits = self.below.layout.fields, (self.below.config.key_bits, self.below.config.value_bits)
+        self.scanned_bits = 8 * (self.words_bytes + sum(fields[f"{side}centroid"].bytes for side in "KV"))  # of a page, KV head
+        self.refined_bits = sum(each * heads.head_dim + 16 for each in bits)  # of a token
         self.selection = make_selection(config, heads.device)
         if self.correction is not None:
             self.correction = self.correction * TAIL_CORRECTION
@@ -85,11 +88,9 @@ class WordedCodec(TailoredCodec):
     def count_reads(self, pages: int, queries: int, refined: int) -> ReadCount:
         """Words, scales and planes' centroids of every page for each query; planes and their scales of the `refined` tokens,
         which count once per KV head and query."""
-        dim, fields = self.heads.head_dim, self.below.layout.fields
-        scanned = self.words_bytes + sum(fields[f"{side}centroid"].bytes for side in "KV")
         pages = pages * self.heads.kv_heads * queries
-        bits = sum(bits * dim + 16 for bits in (self.below.config.key_bits, self.below.config.value_bits))
-        return ReadCount(pages * scanned * 8 + refined * bits, pages * self.tokens * dim * 2, pages * self.tokens, refined)
+        bits, tokens = pages * self.scanned_bits + refined * self.refined_bits, pages * self.tokens
+        return ReadCount(bits, tokens * self.heads.head_dim * 2, tokens, refined)
 
 
 def dots(query: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

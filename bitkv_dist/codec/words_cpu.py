@@ -83,10 +83,10 @@ class WordsOnCpu(BookCodec):
         return Partial(*part), self.count_reads(int(page_valid.sum()), 1, refined)
 
     def see(
-        self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
+        self, view: View, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor], count: int | None = None
     ) -> tuple[Partial, Partial, ReadCount]:
         """As PlanesCodecCpu.see, with tree nodes in the model's space."""
-        exact, nodes, refined = words.see(view, self.native, self.refinement, query, rows, slabs)
+        exact, nodes, refined = words.see(view, self.native, self.refinement, query, rows, slabs, count)
         return Partial(*exact), Partial(*nodes), self.count_reads(view.pages, 1, refined)
 
     def conclude(self, root: Partial, exact: Partial, out: torch.Tensor) -> bool:

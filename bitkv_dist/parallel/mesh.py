@@ -232,6 +232,8 @@ class Mesh:
         RuntimeError, on a rank whose digest is not rank 0's, that names the rank which most others disagree with.
         """
         self._pulse.history = digest
+        if self.world.size == 1:
+            return t
         word = digest - (digest >> 63 << 64)  # the same 64 bits as a signed integer
         sent = self.broadcast_tensor(torch.cat((torch.tensor([word]), t.flatten())))
         if sent[0].item() != word:

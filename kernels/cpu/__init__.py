@@ -24,6 +24,34 @@ NOT_BUILT = "the C++ extension is not built: install with a C++ compiler (g++ 12
 REBUILD = "rebuild: pip install -e . --no-deps --no-build-isolation"
 ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3, "avx512bf16": 4}
 
+# What each function takes and, behind >, gives: p an address, i int64, f float, s text.
+SIGNATURES = {
+    "interface": ">i",
+    "choose": "i>s",
+    "supports": "i>i",
+    "encode": "pippppipi",
+    "quantize_query": "iiipppppp",
+    "attend": "ppppipppppi>i",
+    "tree": "ipiipppiipppi",
+    "attend_exact": "iiipppiipppi",
+    "rotate_back": "iiipp",
+    "see": "pppippppppppi>i",
+    "finish": "iiipppppppp>i",
+    "attend_prompt": "iiiiifpppipi>i",
+    "attend_prompt_bfloat16": "iiiiifpppipi>i",
+    "attend_words": "ppippipppppi>i",
+    "see_words": "pppipppppppi>i",
+    "project": "ppipppppi",
+    "feed_forward": "pppii",
+    "norm": "pfpiiipi",
+    "place": "pppppiii",
+    "gate": "ppiiii",
+    "head": "ppfpipi",
+    "level_dot": "piiipiipi",
+    "select": "iipiip",
+}
+KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
+
 
 class Layout(ctypes.Structure):
     """The page record: sizes, bits and scanned bits of keys and values, byte offsets of the fields (see interface.hpp)."""
@@ -80,20 +108,26 @@ def _found() -> tuple[ctypes.CDLL | None, str]:
         return None, f"the C++ extension cannot be loaded ({error}); {REBUILD}"
     if not hasattr(library, "bitkv_interface"):
         return None, f"{file} is older than this program (it does not name its interface); {REBUILD}"
-    library.bitkv_interface.restype = ctypes.c_int64
+    _declare(library, "interface")
     if (there := library.bitkv_interface()) != INTERFACE:
         return None, f"{file} was built from other sources (interface {there}, this program calls {INTERFACE}); {REBUILD}"
-    library.bitkv_choose.restype = ctypes.c_char_p
-    for name in ("attend", "see", "attend_words", "see_words", "finish", "attend_prompt", "attend_prompt_bfloat16"):
-        getattr(library, f"bitkv_{name}").restype = ctypes.c_int64
+    for name in SIGNATURES:
+        _declare(library, name)
     return library, ""
+
+
+def _declare(library: ctypes.CDLL, name: str) -> None:
+    """So that plain numbers are what it is called with."""
+    function = getattr(library, f"bitkv_{name}")
+    taken, _, given = SIGNATURES[name].partition(">")
+    function.argtypes, function.restype = [KINDS[letter] for letter in taken], KINDS.get(given)
 
 
 def choose(isa: str | None = None) -> str:
     """Select an instruction set by name (None = the best of this machine), return its name; ValueError if it is not there."""
-    name = load().bitkv_choose(ctypes.c_int64(-1 if isa is None else ISAS[isa]))
+    name = load().bitkv_choose(-1 if isa is None else ISAS[isa])
     if name is None:
-        there = ", ".join(name for name in ISAS if load().bitkv_supports(ctypes.c_int64(ISAS[name])))
+        there = ", ".join(name for name in ISAS if load().bitkv_supports(ISAS[name]))
         raise ValueError(f"cpu_isa {isa}: this machine does not have it; take one of auto, {there}")
     return name.decode()
 
@@ -109,12 +143,9 @@ def advise_huge_pages(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _pointer(t: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
-
-
-def _sizes(*numbers: int) -> list[ctypes.c_int64]:
-    return [ctypes.c_int64(number) for number in numbers]
+def addresses(*tensors: torch.Tensor) -> list[int]:
+    """Of their first elements. Whoever passes them on keeps the tensors."""
+    return [t.data_ptr() for t in tensors]
 
 
 def encode(
@@ -124,8 +155,8 @@ def encode(
     k, v = k.float().contiguous(), v.float().contiguous()
     records = torch.zeros(*k.shape[:2], layout.record_bytes, dtype=torch.uint8)
     load().bitkv_encode(
-        ctypes.byref(layout), *_sizes(len(k)), *map(_pointer, (k, v, key_signs, value_signs)), *_sizes(unbiased),
-        _pointer(records), *_sizes(torch.get_num_threads()),
+        ctypes.byref(layout), len(k), *addresses(k, v, key_signs, value_signs), unbiased, *addresses(records),
+        torch.get_num_threads(),
     )  # fmt: skip
     return records
 
@@ -136,9 +167,7 @@ def quantize_query(q: torch.Tensor, signs: torch.Tensor) -> Query:
     query = Query(
         torch.empty(q.shape, dtype=torch.int8), torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape)
     )
-    load().bitkv_quantize_query(
-        *_sizes(len(q), q.shape[1] * q.shape[2], q.shape[3]), _pointer(q), _pointer(signs), *map(_pointer, query)
-    )
+    load().bitkv_quantize_query(len(q), q.shape[1] * q.shape[2], q.shape[3], *addresses(q, signs, *query))
     return query
 
 
@@ -152,11 +181,10 @@ def attend(
     shape = (len(records), *query.scale.shape)
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.codes.shape[-1])
     records, page_valid = records.contiguous(), page_valid.contiguous()
-    queries = _Queries(*query.codes.shape[1:3], *(t.data_ptr() for t in query))
+    queries = _Queries(*query.codes.shape[1:3], *addresses(*query))
     refined = load().bitkv_attend(
-        *map(ctypes.byref, (layout, queries, refinement)), _pointer(records), *_sizes(len(records)),
-        *map(_pointer, (page_valid, m, l, o)), None if page_mass is None else _pointer(page_mass),
-        *_sizes(torch.get_num_threads()),
+        *map(ctypes.byref, (layout, queries, refinement)), *addresses(records), len(records),
+        *addresses(page_valid, m, l, o), None if page_mass is None else page_mass.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return m, l, o, refined
 
@@ -169,15 +197,7 @@ def tree(
     rows, dim = math.prod(m.shape[1:]), o.shape[-1]
     lanes = torch.empty(width, *m.shape[1:]), torch.empty(width, *m.shape[1:]), torch.empty(width, *o.shape[1:])
     load().bitkv_tree(
-        *_sizes(len(index)),
-        _pointer(index),
-        *_sizes(rows, dim),
-        _pointer(m),
-        _pointer(l),
-        _pointer(o),
-        *_sizes(width, nodes),
-        *map(_pointer, lanes),
-        *_sizes(torch.get_num_threads()),
+        len(index), *addresses(index), rows, dim, *addresses(m, l, o), width, nodes, *addresses(*lanes), torch.get_num_threads()
     )
     return lanes[0][:nodes], lanes[1][:nodes], lanes[2][:nodes]
 
@@ -191,14 +211,13 @@ def attend_exact(q: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, tor
         k, v = k.contiguous(), v.contiguous()
     m, l, o = torch.empty(q.shape[:-1]), torch.empty(q.shape[:-1]), torch.empty(q.shape)
     load().bitkv_attend_exact(
-        *_sizes(kv_heads, group, dim), *map(_pointer, (q, k, v)), *_sizes(k.shape[1], k.stride(0)),
-        *map(_pointer, (m, l, o)), *_sizes(torch.get_num_threads()),
-    )  # fmt: skip
+        kv_heads, group, dim, *addresses(q, k, v), k.shape[1], k.stride(0), *addresses(m, l, o), torch.get_num_threads()
+    )
     return m, l, o
 
 
 def rotate_back(z: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """R^T z for z fp32 [HK, Q, G, D], signs [HK, D]."""
     z = z.clone(memory_format=torch.contiguous_format)
-    load().bitkv_rotate_back(*_sizes(len(z), z.shape[1] * z.shape[2], z.shape[3]), _pointer(z), _pointer(signs))
+    load().bitkv_rotate_back(len(z), z.shape[1] * z.shape[2], z.shape[3], *addresses(z, signs))
     return z

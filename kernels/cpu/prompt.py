@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import torch
@@ -26,10 +25,8 @@ def _paired(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -
     if k.stride() != v.stride() or k.stride()[1:] != (dim, 1):
         k, v = k.contiguous(), v.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    sizes = [ctypes.c_int64(size) for size in (heads, group, n, dim, k.shape[1])]
-    base2, stride = ctypes.c_float(scaling * math.log2(math.e)), ctypes.c_int64(k.stride(0))
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v)]
+    where, base2, threads = cpu.addresses(q, k, v, out), scaling * math.log2(math.e), torch.get_num_threads()
     ran = cpu.load().bitkv_attend_prompt_bfloat16(
-        *sizes, base2, *pointers, stride, ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads())
+        heads, group, n, dim, k.shape[1], base2, *where[:3], k.stride(0), where[3], threads
     )
     return out if ran else None

@@ -39,7 +39,7 @@ class View:
         shape: tuple[int, int, int],
     ) -> None:
         heads, group, dim = shape
-        self.pages, self.group = int(page_valid.sum()), ctypes.c_int64(group)
+        self.pages, self.group = int(page_valid.sum()), group
         self._page_valid, self._index = page_valid.contiguous(), torch.tensor(index, dtype=torch.int64)
         self._counts = (ctypes.c_int64 * len(slab_granules))(*slab_granules)
         self._records = (ctypes.c_void_p * len(slab_granules))()
@@ -51,34 +51,36 @@ class View:
             (torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group), torch.empty(n, heads, 1, group, dim))
             for n in (1, width)
         )
-        self._addresses = [ctypes.c_void_p(t.data_ptr()) for t in (*self._exact, *lanes)]
+        self._addresses = cpu.addresses(*self._exact, *lanes)
         self._exact, self._nodes = tuple(t[0] for t in self._exact), tuple(t[:nodes] for t in lanes)
 
     def see(self, layout: cpu.Layout, refinement: cpu.Refinement, signs: torch.Tensor, query: torch.Tensor, rows: torch.Tensor,
-            slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
-        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, count, D], slabs of records uint8
-        [n, pages, HK, record_bytes].
+            slabs: Sequence[torch.Tensor], count: int | None = None) -> tuple[Part, Part, int]:  # fmt: skip
+        """query fp32 [HK, 1, G, D] in base 2, signs [HK, D], exact rows [2, HK, .., D], of which the first `count` are seen
+        (None: all), slabs of records uint8 [n, pages, HK, record_bytes].
 
         Returns the partials of the exact rows [HK, 1, G] and of the tree nodes [nodes, HK, 1, G] in rotated space, and the
         number of refined tokens, counted once per KV head. The next layer's call replaces both partials.
         """
         query = query.contiguous()
-        of_query = [ctypes.c_void_p(t.data_ptr()) for t in (query, signs)]
         how = ctypes.byref(layout), ctypes.byref(refinement)
-        return self.call(cpu.load().bitkv_see, how, of_query, rows, slabs)
+        return self.call(cpu.load().bitkv_see, how, cpu.addresses(query, signs), rows, slabs, count)
 
     def call(self, function: Callable[..., int], how: Sequence, of_query: Sequence, rows: torch.Tensor,
-             slabs: Sequence[torch.Tensor]) -> tuple[Part, Part, int]:  # fmt: skip
+             slabs: Sequence[torch.Tensor], count: int | None) -> tuple[Part, Part, int]:  # fmt: skip
         """One of the library's functions that take what is seen, between their first arguments and those of the query."""
-        k, v = rows if rows.dtype == torch.float32 else rows.float()
-        if k.stride()[1:] != (k.shape[2], 1):
-            k, v = k.contiguous(), v.contiguous()
-        seen = self._seen
-        seen.k, seen.v, seen.rows, seen.head_stride = k.data_ptr(), v.data_ptr(), k.shape[1], k.stride(0)
+        if rows.dtype != torch.float32:
+            rows = rows[:, :, :count].float()
+        side, head_stride, *inner = rows.stride()
+        if inner != [rows.shape[3], 1]:
+            rows = rows.contiguous()
+            side, head_stride, *_ = rows.stride()
+        seen, k = self._seen, rows.data_ptr()
+        seen.k, seen.v, seen.head_stride = k, k + side * rows.itemsize, head_stride
+        seen.rows = rows.shape[2] if count is None else count
         for number in range(seen.slabs):
             self._records[number] = slabs[number].data_ptr()
-        threads = ctypes.c_int64(torch.get_num_threads())
-        refined = function(*how, ctypes.byref(seen), self.group, *of_query, *self._addresses, threads)
+        refined = function(*how, ctypes.byref(seen), self.group, *of_query, *self._addresses, torch.get_num_threads())
         return self._exact, self._nodes, refined
 
 
@@ -91,20 +93,17 @@ def attend_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
         *((k, v) if k.stride() == v.stride() and k.stride()[1:] == (dim, 1) else (k.contiguous(), v.contiguous())),
     )
     out = torch.empty(q.shape)
-    sizes = [ctypes.c_int64(size) for size in (heads, group, n, dim, k.shape[1])]
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v)]
-    base2, stride, threads = scaling * math.log2(math.e), ctypes.c_int64(k.stride(0)), ctypes.c_int64(torch.get_num_threads())
     ran = cpu.load().bitkv_attend_prompt(
-        *sizes, ctypes.c_float(base2), *pointers, stride, ctypes.c_void_p(out.data_ptr()), threads
-    )
+        heads, group, n, dim, k.shape[1], scaling * math.log2(math.e), *cpu.addresses(q, k, v), k.stride(0),
+        *cpu.addresses(out), torch.get_num_threads(),
+    )  # fmt: skip
     return out if ran else None
 
 
 def finish(root: Part, exact: Part, signs: torch.Tensor | None, out: torch.Tensor) -> bool:
-    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree and the exact rows' partial, both
-    [HK, 1, G]. signs [HK, D]: the root is in rotated space. Returns whether all of it is finite."""
-    heads, _, group, dim = root[2].shape
+    """Fills out fp32 [1, H, D], contiguous, the attention output, from the root of the tree, or its only node, and the exact
+    rows' partial, both [HK, 1, G]. signs [HK, D]: the root is in rotated space. Returns whether all of it is finite."""
+    heads, _, group, dim = exact[2].shape
     parts = [t.contiguous() for t in (*root, *exact)]
-    sizes = [ctypes.c_int64(size) for size in (heads, group, dim)]
-    turned = None if signs is None else ctypes.c_void_p(signs.data_ptr())
-    return bool(cpu.load().bitkv_finish(*sizes, turned, *(ctypes.c_void_p(t.data_ptr()) for t in (*parts, out))))
+    turned = None if signs is None else signs.data_ptr()
+    return bool(cpu.load().bitkv_finish(heads, group, dim, turned, *cpu.addresses(*parts, out)))

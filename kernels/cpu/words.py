@@ -34,20 +34,14 @@ def attend(
     m, l, o = torch.empty(shape), torch.empty(shape), torch.empty(*shape, query.shape[-1])
     query, records, page_valid = query.contiguous(), records.contiguous(), page_valid.contiguous()
     refined = cpu.load().bitkv_attend_words(
-        ctypes.byref(words), ctypes.byref(refinement), ctypes.c_int64(query.shape[2]), _pointer(query), _pointer(records),
-        ctypes.c_int64(len(records)), *map(_pointer, (page_valid, m, l, o)), None if page_mass is None else _pointer(page_mass),
-        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.byref(words), ctypes.byref(refinement), query.shape[2], *cpu.addresses(query, records), len(records),
+        *cpu.addresses(page_valid, m, l, o), None if page_mass is None else page_mass.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return m, l, o, refined
 
 
-def see(
-    view: View, words: Words, refinement: cpu.Refinement, query: torch.Tensor, rows: torch.Tensor, slabs: list[torch.Tensor]
-) -> tuple[Part, Part, int]:
+def see(view: View, words: Words, refinement: cpu.Refinement, query: torch.Tensor, rows: torch.Tensor,
+        slabs: list[torch.Tensor], count: int | None = None) -> tuple[Part, Part, int]:  # fmt: skip
     """As `View.see`, of pages of words; partials of the tree nodes are in the model's space."""
     query, how = query.contiguous(), (ctypes.byref(words), ctypes.byref(refinement))
-    return view.call(cpu.load().bitkv_see_words, how, (_pointer(query),), rows, slabs)
-
-
-def _pointer(t: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
+    return view.call(cpu.load().bitkv_see_words, how, cpu.addresses(query), rows, slabs, count)
