@@ -36,16 +36,16 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
 // Returns whether some peak is too far from its shift.
 template <int V>
 inline bool weigh_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Each* most, Workspace& s, Ahead& ahead) {
-    const int64_t P = l.tokens, blocks = (u.rows + FEW - 1) / FEW;
+    const int64_t P = l.tokens, pages = u.pages(), blocks = (u.rows + FEW - 1) / FEW;
     Factors* of_queries = query_factors(l, q, noise_factor, u, s);
     int32_t* levels = room(u.levels, u.rows * P);
-    for (int64_t page = 0; page < u.pages(); ++page) {
+    for (int64_t page = 0; page < pages; ++page) {
         keys.dot(u.record[page] + l.planes[KEYS], P / 8, levels, P, ahead);
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t first = block * FEW;
-            Factors f = factors(u, page, first, std::min(FEW, u.rows - first), of_queries[block]);
-            f.base = Each::of(f.base.all() - load4(&u.shift[first]));
+            Factors f = of_queries[block];
             with_rows(u.rows - first, [&](auto count) {
+                for (int r = 0; r < count; ++r) f.base.row[r] = u.base[(first + r) * pages + page] - u.shift[first + r];
                 const Weighed found = weigh_levels<V, count>(levels + first * P, P, f.scale, u.scales(l, KEYS, page), f.noise, f.base, u.scales(l, VALUES, page), &u.p[first * u.total + page * P], u.total, page == 0, &u.lanes[16 * first], ahead.take(V, u.record[page]));
                 most[u.block(first, page)] = found.most, u.mass[u.block(first, page)] = found.sum;
             });
@@ -53,7 +53,8 @@ inline bool weigh_pages(const Layout& l, const Queries& q, float noise_factor, c
     }
     find_peaks(u);
     bool far = false;
-    for (int64_t row = 0; row < u.rows; ++row) far |= !(std::fabs(u.peak[row]) < 32.0f), u.peak[row] += u.shift[row];
+    for (int64_t row = 0; row < u.rows; ++row) far |= !(std::fabs(u.peak[row]) < 32.0f);
+    for (int64_t row = 0; row < u.rows; row += FEW) store4(&u.peak[row], load4(&u.peak[row]) + load4(&u.shift[row]));
     return far;
 }
 
@@ -74,15 +75,15 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
     int8_t* integers = room(s.integers, pages * u.rows * P);
     const float unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
-        Each factor;
-        for (int64_t r = 0; r < FEW; ++r) factor.row[r] = exp2_fast(u.shift[first + r] - u.peak[first + r]);
+        const Sixteen factors = exp2_fast(load16(&u.shift[first]) - load16(&u.peak[first]));
+        const Four factor = __builtin_shufflevector(factors, factors, 0, 1, 2, 3);
         Four total = {};
         const int64_t rows = std::min(FEW, u.rows - first);
         for (int64_t page = 0; page < pages; ++page) {
             const int64_t at = u.block(first, page);
             const Each size = quantize_rows<V>(rows, &u.p[first * u.total + page * P], u.total, most[at], integers + (page * u.rows + first) * P);
-            u.size[at] = Each::of(size.all() * factor.all() * unit);
-            u.mass[at] = Each::of(u.mass[at].all() * factor.all()), total += u.mass[at].all();
+            u.size[at] = Each::of(size.all() * factor * unit);
+            u.mass[at] = Each::of(u.mass[at].all() * factor), total += u.mass[at].all();
         }
         for (int64_t r = 0; r < rows; ++r) l_out[first + r] = total[r];
     }
@@ -118,6 +119,7 @@ inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int
     if (once && count)
         for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], head + h, 0);
     int64_t refined = 0;
+    if (count) ahead.scan(l, granules[0].records + head * l.record_bytes, page_stride);
     for (int64_t g = 0; g < count; ++g)
         for (int64_t h = 0; h < heads; ++h) {
             const uint8_t *valid = granules[g].page_valid, *records = granules[g].records + (head + h) * l.record_bytes, *next = nullptr;

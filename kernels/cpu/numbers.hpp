@@ -171,6 +171,7 @@ struct Power {
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
 inline Four load4(const float* from) { Four x; std::memcpy(&x, from, sizeof x); return x; }
+inline void store4(float* to, Four x) { std::memcpy(to, &x, sizeof x); }
 
 // The fold of sixteen: the second half is added to the first.
 inline float fold16(Sixteen x) {

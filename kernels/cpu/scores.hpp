@@ -45,8 +45,7 @@ inline void centroid_scores_of_four(const Layout& l, const float* q, const Unit&
     for (int64_t r = 0; r < u.rows; ++r, q += 64, base += 4) {
         Sixteen sum[4];
         UNROLLED for (int page = 0; page < 4; ++page) sum[page] = product_of(q, c[page]);
-        const Four found = fold16(sum);
-        std::memcpy(base, &found, sizeof found);
+        store4(base, fold16(sum));
     }
 }
 
@@ -83,8 +82,7 @@ inline void find_peaks(Unit& u) {
     for (int64_t first = 0; first < u.rows; first += FEW) {
         Sixteen lanes[FEW];
         UNROLLED for (int r = 0; r < FEW; ++r) lanes[r] = load16(&u.lanes[16 * (first + r)]);
-        const Four most = most16(lanes);
-        std::memcpy(&u.peak[first], &most, sizeof most);
+        store4(&u.peak[first], most16(lanes));
     }
 }
 

@@ -67,7 +67,7 @@ struct Unit {
             if (page_valid[page]) record.push_back(records + page * page_stride);
         first = first_row, rows = group, total = pages() * l.tokens, page_log2 = l.tokens == 64 ? 6 : 7;
         const int64_t all = rows * pages(), blocks = (rows + FEW - 1) / FEW * pages();
-        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + FEW), room(shift, rows + FEW), room(mass, blocks), room(size, blocks), room(sums, all * l.dim);
+        room(base, all + 16), room(lanes, 16 * (rows + FEW)), room(peak, rows + 16), room(shift, rows + 16), room(mass, blocks), room(size, blocks), room(sums, all * l.dim);
     }
 
     int64_t page_of(int64_t token) const { return token >> page_log2; }

@@ -128,14 +128,13 @@ inline Weighed weigh_rows(float* p, int64_t stride, const uint16_t* const (&take
 
 // What weights are multiplied by to become integers, from their largest. Below 2^-100 they cannot count beside the granule's largest weight,
 // and the quotient would overflow.
-inline float to_integers(float most) { return most < 7.9e-31f ? 0.0f : 127.0f / most; }
-inline Sixteen to_integers(Sixteen most) { return most < 7.9e-31f ? Sixteen{} : 127.0f / most; }
+template <class Numbers>
+inline Numbers to_integers(Numbers most) { return most < 7.9e-31f ? Numbers{} : 127.0f / most; }
 
 // Weights, not negative, with their largest -> integers 0..127 [rows][16 V]; their scales, max / 127.
 template <int V>
 inline Each quantize_rows(int64_t rows, const float* w, int64_t stride, const Each& most, int8_t* integers) {
-    Each size, factor;
-    for (int r = 0; r < FEW; ++r) size.row[r] = most.row[r] / 127.0f, factor.row[r] = to_integers(most.row[r]);
+    const Each factor = Each::of(to_integers(most.all()));  // not number by number: a register loaded from several stores waits for all of them
     for (int64_t r = 0; r < rows; ++r, w += stride, integers += 16 * V) {
 #ifdef __AVX512F__
         UNROLLED for (int i = 0; i < V; i += 4) {
@@ -148,7 +147,7 @@ inline Each quantize_rows(int64_t rows, const float* w, int64_t stride, const Ea
         for (int i = 0; i < V; ++i) store_bytes(integers + 16 * i, (SixteenInts)(load16(w + 16 * i) * factor.row[r] + ROUNDER));
 #endif
     }
-    return size;
+    return Each::of(most.all() / 127.0f);
 }
 
 }  // namespace
