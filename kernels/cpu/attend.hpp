@@ -105,8 +105,7 @@ struct Own {
     std::vector<Operands> keys;
 };
 
-// `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. Returns the
-// tokens refined.
+// `heads` KV heads from `head` on of some granules; partials [count][heads, Q, G]. Returns the tokens refined.
 template <int V>
 inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int64_t heads, const Granule* granules, int64_t count, int64_t page_stride, const Refinement& refine, PartialOut out, Own& own) {
     auto& [u, s, ahead, keys] = own;
@@ -119,7 +118,7 @@ inline int64_t attend_pages(const Layout& l, const Queries& q, int64_t head, int
     if (once && count)
         for (int64_t h = 0; h < heads; ++h) prepare(keys[size_t(h)], head + h, 0);
     int64_t refined = 0;
-    if (count) ahead.scan(l, granules[0].records + head * l.record_bytes, page_stride);
+    if (count) ahead.scan(l, granules[0].records + head * l.record_bytes, page_stride);  // asked for at once by the next scan
     for (int64_t g = 0; g < count; ++g)
         for (int64_t h = 0; h < heads; ++h) {
             const uint8_t *valid = granules[g].page_valid, *records = granules[g].records + (head + h) * l.record_bytes, *next = nullptr;

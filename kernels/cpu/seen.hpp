@@ -65,7 +65,7 @@ struct Nodes {
     template <class Attend>
     int64_t fill(const Seen& seen, int64_t threads, const Attend& attend) const {
         const int64_t rows = heads * group;
-        // A task is a node of the tree, of so many granules that their partials never leave the cache; what it reads first nobody has asked for.
+        // A task is a node of the tree, of so many granules that their partials never leave the cache, and no fewer: for what it reads first it waits.
         const int64_t most = std::max<int64_t>(8, PARTIAL_BYTES / (rows * dim * int64_t(sizeof(float))));
         int64_t nodes = seen.nodes;
         while (nodes < seen.width && (nodes < 4 * threads || nodes * most < seen.granules)) nodes *= 2;
