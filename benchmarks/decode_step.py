@@ -242,7 +242,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtypes = args.dtype.split(",")
+    dtypes = list(dict.fromkeys(args.dtype.split(",")))
     loaded = {
         dtype: model.load(args.model, dtype=getattr(torch, dtype), device=torch.device("cpu"), weights=args.weights)
         for dtype in dtypes

@@ -228,6 +228,24 @@ def test_scores_may_be_far_from_the_first_pages_center(centers, spread, group):
     assert relative(l, wanted.l) < 1e-5 + rounding and relative(o, wanted.o) < 1e-3 + rounding
 
 
+@pytest.mark.parametrize("size", [1e5, 1e9])
+def test_huge_scores_are_right(size):
+    torch.manual_seed(1)
+    pages = Pages(64, 128, (1, 1), (1, 1))
+    q = queries(64, 1, 3) * size
+    wanted, (m, l, o, _) = both(pages, q, pages.random(1), torch.ones(1, 4, dtype=torch.bool), None)
+    torch.testing.assert_close(m, wanted.m, atol=0, rtol=3e-7)
+    assert l.isfinite().all() and relative(o, wanted.o) < 1e-3
+
+
+def test_scores_that_are_no_numbers_do_not_pass_for_nothing():
+    """Keys without a scale, and a query whose square is infinite: 0 * inf."""
+    pages = Pages(64, 128, (1, 1), (1, 1))
+    records = pages.encode(torch.zeros(4, KV_HEADS, 128, 64), torch.randn(4, KV_HEADS, 128, 64)).unflatten(0, (1, 4))
+    _, (m, l, _, _) = both(pages, queries(64, 1, 3) * 1e20, records, torch.ones(1, 4, dtype=torch.bool), None)
+    assert m.isnan().all() and l.isnan().all()
+
+
 def test_attend_to_nothing_and_to_zeros():
     pages = Pages(64, 128, (4, 1), (4, 1))
     records = pages.encode(torch.zeros(4, KV_HEADS, 128, 64), torch.zeros(4, KV_HEADS, 128, 64)).unflatten(0, (1, 4))

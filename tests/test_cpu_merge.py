@@ -128,6 +128,9 @@ def test_see_gives_the_bits_of_attend_and_tree(count, threads):
         alone, mine, refined = view.see(pages.layout, refinement, signs("K", 16), q, exact, slabs)
         assert equal(mine, cpu.tree(*found[:3], index, 256, nodes)) and refined == found[3]
         assert equal(alone, cpu.attend_exact(q, exact))
+        for rows in (exact.bfloat16(), exact.half(), exact.transpose(1, 2).contiguous().transpose(1, 2).bfloat16()):
+            alone, _, _ = view.see(pages.layout, refinement, signs("K", 16), q, rows, slabs, 3)
+            assert equal(alone, cpu.attend_exact(q, rows[:, :, :3].float()))
 
 
 def step(threads: int) -> list[torch.Tensor]:

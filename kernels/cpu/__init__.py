@@ -19,7 +19,7 @@ import torch
 
 HUGE_BYTES = 4 << 20  # smaller tensors gain nothing from huge pages and would round up to one
 
-INTERFACE = 3  # of the functions and structs that cross; see interface.hpp
+INTERFACE = 4  # of the functions and structs that cross; see interface.hpp
 NOT_BUILT = "the C++ extension is not built: install with a C++ compiler (g++ 12 or newer), pip install -e ."
 REBUILD = "rebuild: pip install -e . --no-deps --no-build-isolation"
 ISAS = {"portable": 0, "avx2": 1, "avxvnni": 2, "avx512": 3, "avx512bf16": 4}

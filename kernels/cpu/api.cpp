@@ -154,11 +154,9 @@ void bitkv_tree(int64_t granules, const int64_t* index, int64_t rows, int64_t di
 // between heads.
 void bitkv_attend_exact(int64_t kv_heads, int64_t group, int64_t dim, const float* q, const float* k, const float* v, int64_t count,
                         int64_t head_stride, float* m, float* l, float* o, int64_t threads) {
-    const Kernels& run = kernels();
-    Pool::instance().run(kv_heads, threads, [&](int64_t head) {
-        for (int64_t row = head * group; row < (head + 1) * group; ++row)
-            run.attend_exact(dim, count, dim, q + row * dim, k + head * head_stride, v + head * head_stride, m + row, l + row, o + row * dim);
-    });
+    Seen seen = {};
+    seen.rows = count, seen.head_stride = head_stride, seen.k = k, seen.v = v;
+    attend_exact_rows(seen, kv_heads, group, dim, q, m, l, o, threads);
 }
 
 // Rotates z fp32 [HK, rows, D] back in place; signs [HK, D].
@@ -171,7 +169,7 @@ void bitkv_rotate_back(int64_t kv_heads, int64_t rows, int64_t dim, float* z, co
 int64_t bitkv_see(const Layout* layout, const Refinement* refine, const Seen* seen, int64_t group, const float* q, const float* signs,
                   float* exact_m, float* exact_l, float* exact_o, float* node_m, float* node_l, float* node_o, int64_t threads) {
     const int64_t heads = layout->kv_heads, dim = layout->dim, rows = heads * group, page_stride = heads * layout->record_bytes;
-    bitkv_attend_exact(heads, group, dim, q, seen->k, seen->v, seen->rows, seen->head_stride, exact_m, exact_l, exact_o, threads);
+    attend_exact_rows(*seen, heads, group, dim, q, exact_m, exact_l, exact_o, threads);
     Room<int8_t> codes(rows * dim);
     Room<float> scale(rows), norm2(rows), rotated(rows * dim);
     bitkv_quantize_query(heads, group, dim, q, signs, codes.data(), scale.data(), norm2.data(), rotated.data());

@@ -32,7 +32,7 @@ inline void quantize_query(int64_t dim, const float* q, const float* signs, int8
     *norm2 = fold_sum(square.data(), dim);
 }
 
-// Levels of all pages, their weights u.p and the largest of them, most [rows / FEW][pages], and masses; u.peak is the largest score of each row.
+// Weights u.p of all pages and the largest of them, most [rows / FEW][pages], and masses; u.peak is the largest score of each row.
 // Returns whether some peak is too far from its shift.
 template <int V>
 inline bool weigh_pages(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Each* most, Workspace& s, Ahead& ahead) {
@@ -58,8 +58,8 @@ inline bool weigh_pages(const Layout& l, const Queries& q, float noise_factor, c
     return far;
 }
 
-// Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D]. Powers count from a whole number that is known before the scores are: the
-// first page's q.c, and where some score is far from that, from next to the largest score.
+// Scores, softmax and values of a unit. Partials m, l [rows], o [rows][D]. Powers count from a whole number that is known before the scores are, the
+// first page's q.c, and in a second way, by the functions that refinement has, from next to the largest score, if some score is far from the first.
 template <int V>
 inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor, const Operands& keys, Unit& u, Workspace& s, Ahead& ahead, float* m, float* l_out, float* o) {
     const int64_t P = l.tokens, pages = u.pages(), blocks = (u.rows + FEW - 1) / FEW;
@@ -68,26 +68,31 @@ inline void attend_scanned(const Layout& l, const Queries& q, float noise_factor
     for (int64_t row = 0; row < u.rows; ++row) u.shift[row] = std::rint(u.base[row * pages]);
     Each* most = room(s.most, blocks * pages);
     if (weigh_pages<V>(l, q, noise_factor, keys, u, most, s, ahead)) {
-        for (int64_t row = 0; row < u.rows; ++row) u.shift[row] = std::rint(u.peak[row]);
-        weigh_pages<V>(l, q, noise_factor, keys, u, most, s, ahead);
+        score_pages<V>(l, q, noise_factor, keys, u, s, ahead);
+        soften<V>(l, u, room(s.log_sum_exp, u.rows), ahead);
+        sum_scanned<V>(l, u, false, s, ahead);
+    } else {
+        int8_t* integers = room(s.integers, pages * u.rows * P);
+        const float unit = level_unit(l.scan_bits[VALUES]);
+        for (int64_t first = 0; first < u.rows; first += FEW)
+            for (int64_t page = 0; page < pages; ++page) {
+                const int64_t at = u.block(first, page);
+                const Each size = quantize_rows<V>(std::min(FEW, u.rows - first), &u.p[first * u.total + page * P], u.total, most[at], integers + (page * u.rows + first) * P);
+                u.size[at] = Each::of(size.all() * unit);
+            }
+        dot_values(l, u, integers, s, ahead);
     }
     std::copy_n(u.peak.data(), u.rows, m);
-    int8_t* integers = room(s.integers, pages * u.rows * P);
-    const float unit = level_unit(l.scan_bits[VALUES]);
     for (int64_t first = 0; first < u.rows; first += FEW) {
         const Sixteen factors = exp2_fast(load16(&u.shift[first]) - load16(&u.peak[first]));
         const Four factor = __builtin_shufflevector(factors, factors, 0, 1, 2, 3);
         Four total = {};
-        const int64_t rows = std::min(FEW, u.rows - first);
-        for (int64_t page = 0; page < pages; ++page) {
-            const int64_t at = u.block(first, page);
-            const Each size = quantize_rows<V>(rows, &u.p[first * u.total + page * P], u.total, most[at], integers + (page * u.rows + first) * P);
-            u.size[at] = Each::of(size.all() * factor * unit);
-            u.mass[at] = Each::of(u.mass[at].all() * factor), total += u.mass[at].all();
+        for (int64_t at = u.block(first, 0); at < u.block(first, pages); ++at) {
+            u.size[at] = Each::of(u.size[at].all() * factor), u.mass[at] = Each::of(u.mass[at].all() * factor);
+            total += u.mass[at].all();
         }
-        for (int64_t r = 0; r < rows; ++r) l_out[first + r] = total[r];
+        for (int64_t r = 0; r < FEW && first + r < u.rows; ++r) l_out[first + r] = total[r];
     }
-    dot_values(l, u, integers, s, ahead);
     combine<false>(l, u, o);
 }
 

@@ -6,7 +6,7 @@ namespace bitkv {
 
 // Of the functions in extern "C" and the structs that they take; the same number as in __init__.py. Whoever changes one of them
 // raises it, so that a library which was built before is refused and not called with arguments that it does not know.
-constexpr int64_t INTERFACE = 3;
+constexpr int64_t INTERFACE = 4;
 
 enum Side { KEYS = 0, VALUES = 1 };
 

@@ -46,7 +46,8 @@ inline void add_columns(const uint8_t* words, int64_t height, int64_t width, int
         EightShorts even[ROWS], odd[ROWS];
         for (int r = 0; r < ROWS; ++r) even[r] = (EightShorts)(FourInts{} + operands[r][k].even), odd[r] = (EightShorts)(FourInts{} + operands[r][k].odd);
         for (int c = 0; c < 2; ++c) {
-            const EightShorts low = EightShorts{} + int16_t(1 << (j + c)), high = EightShorts{} + int16_t(uint16_t(256 << (j + c)));
+            const int16_t low_bit = int16_t(1 << (j + c)), high_bit = int16_t(uint16_t(256 << (j + c)));
+            const EightShorts low = EightShorts{} + low_bit, high = EightShorts{} + high_bit;
             const EightShorts in_low = (x & low) == low, in_high = (x & high) == high;
             for (int r = 0; r < ROWS; ++r) sum[r][c] += (in_low & even[r]) + (in_high & odd[r]);
         }

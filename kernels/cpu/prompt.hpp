@@ -1,5 +1,5 @@
 // Exact causal attention of prompt queries: keys in blocks, online softmax (Milakov and Gimelshein, arXiv:1805.02867), nothing of the size
-// queries x keys in memory. A query's result depends on its own keys alone: blocks stand at fixed positions and every sum has one order,
+// queries x keys in memory. If all values are finite, a query's result depends on its own keys alone: blocks stand at fixed positions and every sum has one order,
 // whatever the other rows, the chunks or the threads. Fused multiply-add, unlike elsewhere: it is half the time, and no stored byte depends
 // on it more than on torch's matrix products. Needs AVX2 and FMA.
 #pragma once

@@ -1,6 +1,6 @@
 // attend_prompt (prompt.hpp) of a model in bfloat16: products of bfloat16 pairs with float32 sums (AVX512_BF16), twice as many a cycle.
 // Scores, softmax and the outputs' sums are float32; only weights are rounded, and divided by the sum of the rounded ones. As there, a
-// query's result depends on its own keys alone.
+// query's result depends on its own keys alone if all values are finite.
 #pragma once
 #ifdef __AVX512BF16__
 #include "linear.hpp"
@@ -56,11 +56,11 @@ inline void paired_soften(int64_t visible, float scale, float* scores, float* m,
         for (int j = 0; j < 16; ++j) l[j] *= kept;
         for (int64_t d = 0; d < width; ++d) o[d] *= kept;
     }
-    const Wide shift = wide_all(-*m * scale);
+    const Wide top = wide_all(*m);  // taken off before the scale: the product of the largest score would be rounded, by more than 1 if it is huge
     const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(int32_t(0xffff0000));
     Wide all = wide_load(l);
     for (int j = 0; j < PAIRED / WIDE; ++j) {
-        const Wide weight = rough_exp2(wide_fma(score[j], wide_all(scale), shift));
+        const Wide weight = rough_exp2((score[j] - top) * wide_all(scale));
         score[j] = _mm512_castsi512_ps(_mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weight), half), upper));
         all = all + score[j];
     }

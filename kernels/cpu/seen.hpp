@@ -12,15 +12,31 @@
 
 namespace bitkv {
 
-// Exact rows k, v fp32 [HK, rows, D], head_stride floats between heads, with the query's own at the end; sealed granules in slabs of records
+// Exact rows k, v [HK, rows, D], fp32 or bfloat16, head_stride numbers between heads, with the query's own at the end; sealed granules in slabs of records
 // [n, pages, HK, record_bytes], of all of them page_valid [granules, pages] and the ascending global indices.
 struct Seen {
-    int64_t rows, head_stride, slabs, granules, width, nodes;
-    const float *k, *v;
+    int64_t rows, head_stride, bfloat16, slabs, granules, width, nodes;
+    const void *k, *v;
     const uint8_t* const* records;
     const int64_t *slab_granules, *index;
     const uint8_t* page_valid;
 };
+
+// Partials m, l [HK, G], o [HK, G, D] of a decode query q fp32 [HK, G, D] over the exact rows.
+inline void attend_exact_rows(const Seen& seen, int64_t heads, int64_t group, int64_t dim, const float* q, float* m, float* l, float* o, int64_t threads) {
+    const Kernels& run = kernels();
+    const int64_t numbers = seen.rows * dim;
+    Pool::instance().run(heads, threads, [&](int64_t head) {
+        thread_local Room<float> wide[2];
+        const float* side[2] = {};
+        for (int i = 0; i < 2; ++i) {
+            const void* from = i ? seen.v : seen.k;
+            if (seen.bfloat16) run.widen(numbers, static_cast<const uint16_t*>(from) + head * seen.head_stride, room(wide[i], numbers)), side[i] = wide[i].data();
+            else side[i] = static_cast<const float*>(from) + head * seen.head_stride;
+        }
+        for (int64_t row = head * group; row < (head + 1) * group; ++row) run.attend_exact(dim, seen.rows, dim, q + row * dim, side[0], side[1], m + row, l + row, o + row * dim);
+    });
+}
 
 // Rows first .. first + count - 1 of partials [lanes, rows(, D)] that others are merged into.
 struct Tree {
@@ -66,7 +82,7 @@ struct Nodes {
     int64_t fill(const Seen& seen, int64_t threads, const Attend& attend) const {
         const int64_t rows = heads * group;
         // A task is a node of the tree, of so many granules that their partials never leave the cache, and no fewer: for what it reads first it waits.
-        const int64_t most = std::max<int64_t>(8, PARTIAL_BYTES / (rows * dim * int64_t(sizeof(float))));
+        const int64_t most = std::max<int64_t>(8, PARTIAL_BYTES / ((by_head ? group : rows) * dim * int64_t(sizeof(float))));
         int64_t nodes = seen.nodes;
         while (nodes < seen.width && (nodes < 4 * threads || nodes * most < seen.granules)) nodes *= 2;
         const int64_t some = by_head || nodes < 4 * threads ? 1 : heads, parts = heads / some;

@@ -15,9 +15,10 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l [..], o [.., D]
 
 
 class _Seen(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "head_stride", "slabs", "granules", "width", "nodes")] + [
-        (name, ctypes.c_void_p) for name in ("k", "v", "records", "slab_granules", "index", "page_valid")
-    ]  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "head_stride", "bfloat16", "slabs", "granules", "width", "nodes")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "records", "slab_granules", "index", "page_valid")),
+    ]
 
 
 class View:
@@ -69,7 +70,7 @@ class View:
     def call(self, function: Callable[..., int], how: Sequence, of_query: Sequence, rows: torch.Tensor,
              slabs: Sequence[torch.Tensor], count: int | None) -> tuple[Part, Part, int]:  # fmt: skip
         """One of the library's functions that take what is seen, between their first arguments and those of the query."""
-        if rows.dtype != torch.float32:
+        if rows.dtype not in (torch.float32, torch.bfloat16):
             rows = rows[:, :, :count].float()
         side, head_stride, *inner = rows.stride()
         if inner != [rows.shape[3], 1]:
@@ -77,7 +78,7 @@ class View:
             side, head_stride, *_ = rows.stride()
         seen, k = self._seen, rows.data_ptr()
         seen.k, seen.v, seen.head_stride = k, k + side * rows.itemsize, head_stride
-        seen.rows = rows.shape[2] if count is None else count
+        seen.rows, seen.bfloat16 = rows.shape[2] if count is None else count, rows.dtype == torch.bfloat16
         for number in range(seen.slabs):
             self._records[number] = slabs[number].data_ptr()
         refined = function(*how, ctypes.byref(seen), self.group, *of_query, *self._addresses, torch.get_num_threads())

@@ -48,12 +48,12 @@ struct Unit {
     int64_t first, rows, total;  // rows first .. first + rows - 1 of the queries; tokens
     int page_log2;  // of the tokens of a page
     std::vector<const uint8_t*> record;  // of the valid pages
-    Room<float> scores, p;  // [rows][total], p = 2^(score - shift)
+    Room<float> scores, p;  // [rows][total], p = 2^(score - shift), or weights, p by the scales of values
     Room<float> base;  // [rows][pages]: q.c
     Room<float> lanes, peak, shift;  // [rows][16], [rows]: the largest score; the whole number from which p counts
     Room<Each> mass, size;  // [rows / FEW][pages]: the sum of p, by which the centroid counts; by what level sums count
     Room<int32_t> sums;  // [pages][rows][D], level sums of the scanned values
-    Room<int32_t> levels, selected;  // of scanned keys [rows][total]; positions of all lists
+    Room<int32_t> levels, selected;  // of scanned keys [rows][total], or [rows][P] of a page at a time; positions of all lists
     Room<uint16_t> taken;  // [lists][total / 16]: a bit for each token of a list
     std::vector<List> lists;
 

@@ -66,9 +66,8 @@ inline Weighed weigh_levels(const int32_t* level, int64_t level_stride, const Ea
     // A column's powers end while the next one's begin.
     auto step = [&](int i, auto begins, auto ends) __attribute__((always_inline)) {
         Sixteen size, weight, p[ROWS];
-        if (begins) size = load_halves(a + 32 * i);
+        if (begins) size = load_halves(a + 32 * i), __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         if (ends) weight = load_halves(b + 32 * (i - 1));
-        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         UNROLLED for (int r = 0; r < ROWS; ++r) {
             if (ends) p[r] = power[r].end();
             if (begins) {
@@ -93,7 +92,7 @@ inline Each soften_rows(const float* x, int64_t stride, const Each& shift, float
     Sixteen sum[FEW] = {};
     Power power[ROWS];
     auto step = [&](int i, auto begins, auto ends) __attribute__((always_inline)) {
-        __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
+        if (begins) __builtin_prefetch(fetch + i * LINE_BYTES, 0, 2);
         UNROLLED for (int r = 0; r < ROWS; ++r) {
             Sixteen p;
             if (ends) p = power[r].end();

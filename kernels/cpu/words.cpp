@@ -11,9 +11,6 @@ using namespace bitkv;
 
 extern "C" {
 
-void bitkv_attend_exact(int64_t kv_heads, int64_t group, int64_t dim, const float* q, const float* k, const float* v, int64_t count,
-                        int64_t head_stride, float* m, float* l, float* o, int64_t threads);
-
 // Granules records [n, pages, HK, record_bytes], page_valid [n, pages], decode queries q fp32 [HK, G, D] in base 2 -> m, l [n, HK, G],
 // o [n, HK, G, D]. page_mass [n, HK, G, pages] may be null. Returns the refined tokens, counted once per KV head.
 int64_t bitkv_attend_words(const Words* w, const Refinement* refine, int64_t group, const float* q, const uint8_t* records, int64_t granules,
@@ -38,7 +35,7 @@ int64_t bitkv_attend_words(const Words* w, const Refinement* refine, int64_t gro
 int64_t bitkv_see_words(const Words* w, const Refinement* refine, const Seen* seen, int64_t group, const float* q, float* exact_m,
                         float* exact_l, float* exact_o, float* node_m, float* node_l, float* node_o, int64_t threads) {
     const int64_t heads = w->kv_heads, dim = w->dim, page_stride = heads * w->record_bytes;
-    bitkv_attend_exact(heads, group, dim, q, seen->k, seen->v, seen->rows, seen->head_stride, exact_m, exact_l, exact_o, threads);
+    attend_exact_rows(*seen, heads, group, dim, q, exact_m, exact_l, exact_o, threads);
     const Nodes nodes = {heads, group, dim, w->pages, w->record_bytes, true, {node_m, node_l, node_o}};
     return nodes.fill(*seen, threads, [&](int64_t head, int64_t, const std::vector<Granule>& own, const PartialOut& to) {
         return kernels().attend_words(*w, group, q + head * group * dim, head, own.data(), int64_t(own.size()), page_stride, *refine, to);
