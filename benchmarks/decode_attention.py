@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from streaming import stream_gb_s
 
-from bitkv_dist.cache_config import GRANULE_TOKENS, CacheConfig, RefineConfig
+from bitkv_dist.cache_config import GRANULE_TOKENS, STORED_BITS, CacheConfig, RefineConfig
 from bitkv_dist.codec.interface import HeadShape, ReadCount, make_codec
 from bitkv_dist.kernels import cpu, dispatch
 from bitkv_dist.kernels.cpu.step import View
@@ -76,6 +76,18 @@ def parse() -> argparse.Namespace:
         "--json", help="also write the JSON object to this file; - is the last line of the output, which is always printed"
     )
     args = parser.parse_args()
+    for name in ("context", "heads", "kv_heads", "head_dim", "threads", "repeats", "sets"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads {args.heads}: must be a multiple of --kv-heads {args.kv_heads}")
+    stored = STORED_BITS["planes"]
+    if args.bits not in stored:
+        parser.error(f"--bits {args.bits}: must be one of {', '.join(map(str, stored))}")
+    if args.refine is not None and not 0 <= args.refine <= 1:
+        parser.error(f"--refine {args.refine}: must be a share of the tokens, 0 to 1")
+    if args.contexts and (len(args.contexts) < 2 or min(args.contexts) < 1):
+        parser.error("--contexts: a line takes at least two numbers of tokens")
     if args.context % GRANULE_TOKENS:
         whole = -(-args.context // GRANULE_TOKENS) * GRANULE_TOKENS
         parser.error(f"--context {args.context}: must be a multiple of {GRANULE_TOKENS}; take {whole}")
@@ -153,6 +165,7 @@ def grow(args: argparse.Namespace) -> dict:
 
     rows = []
     q = query(args, 0)
+    Ours(argparse.Namespace(**vars(args) | {"context": GRANULE_TOKENS}), 0).step(q)  # what is made once is not a context's
     for context in args.contexts:
         before = resident_bytes()
         ours = Ours(argparse.Namespace(**vars(args) | {"context": context}), 0)
@@ -254,6 +267,8 @@ def main() -> None:
     args = parse()
     if cpu.load() is None:
         raise SystemExit(cpu.reason())
+    if args.isa and not cpu.load().bitkv_supports(cpu.ISAS[args.isa]):
+        raise SystemExit(f"--isa {args.isa}: this machine does not have it")
     torch.set_num_threads(args.threads)
     with dispatch.forced(args.isa) if args.isa else nullcontext(), torch.inference_mode():
         backend, _ = dispatch.backend(torch.device("cpu"))

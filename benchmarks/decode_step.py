@@ -57,7 +57,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--config", default="tiered4", help="preset or YAML file of the cache")
     parser.add_argument("--dtype", default="float32,bfloat16", help="of ours: one or both of them")
-    parser.add_argument("--weights", default="auto", help="auto, model or bfloat16: what ours are kept in, in float32")
+    weights = ("auto", "model", "bfloat16")
+    parser.add_argument("--weights", default="auto", choices=weights, help="what ours are kept in, in float32")
     parser.add_argument("--text", action="append", help="joined until there are enough tokens")
     parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
     parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens of each contestant")
@@ -69,6 +70,11 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if strange := set(args.dtype.split(",")) - set(SHORT):
         parser.error(f"--dtype {', '.join(sorted(strange))}: must be one or both of {', '.join(SHORT)}")
+    if strange := {name for name in args.peers.split(",") if name} - set(PEERS):
+        parser.error(f"--peers {', '.join(sorted(strange))}: must be of {', '.join(PEERS)}")
+    for name in ("tokens", "new_tokens", "turn", "prefills", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     args.text = args.text or ["tests/data/tale.txt", "tests/data/handbook.txt"]
     return args
 

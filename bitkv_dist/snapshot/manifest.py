@@ -159,7 +159,8 @@ class Manifest:
         """Refuse other weights, other rotations, and pages of another type."""
         if self.model["fingerprint"] != fingerprint:
             there = f"fingerprint {self.model['fingerprint']} of {self.model['name']} there, {fingerprint} here"
-            raise ValueError(f"is of other weights ({there}); load it with the model that it was saved with")
+            how = "load it with the model, --dtype and --weights that it was saved with"
+            raise ValueError(f"is of other weights ({there}); {how}")
         if self.rotation != rotation:
             raise ValueError(f"rotation digest {self.rotation} there, {rotation} here; save it again")
         if self.cache["codec"] == "exact" and self.computed["dtype"] != dtype:
