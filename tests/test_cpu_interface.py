@@ -18,8 +18,7 @@ SOURCES = ranks.ROOT / "kernels" / "cpu"
 REMEDY = "; rebuild: pip install -e . --no-deps --no-build-isolation"
 # Digest of the functions and structs of each number, see `crossing`. Whoever changes them raises the number in __init__.py and
 # interface.hpp and writes the new digest here.
-DIGESTS = {1: "e394a8d953a485c4", 2: "78b4182575cb4053", 3: "af02ce5cd2d223aa",
-    4: "30baf8fb2f0c5bd6"}
+DIGESTS = {1: "e394a8d953a485c4", 2: "78b4182575cb4053", 3: "af02ce5cd2d223aa", 4: "30baf8fb2f0c5bd6"}
 
 
 @pytest.fixture
