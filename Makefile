@@ -38,7 +38,7 @@ sanitize: setup
 	grep -q __asan_report $$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so)  # or it checks nothing
 	$(TEST_ENV) BITKV_CPU_LIBRARY=$$(ls build/sanitized/bitkv_dist/kernels/cpu/_bitkv_cpu*.so) \
 		LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_merge.py tests/test_words_cpu.py
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest -q -m "not slow" tests/test_cpu.py tests/test_cpu_far.py tests/test_cpu_merge.py tests/test_words_cpu.py
 
 lint: setup
 	$(BIN)/ruff check .

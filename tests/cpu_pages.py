@@ -99,3 +99,19 @@ class Pages:
 
 def queries(dim: int, positions: int, group: int) -> torch.Tensor:
     return torch.randn(KV_HEADS, positions, group, dim) * 4.8 / math.sqrt(dim)
+
+
+def both(pages: Pages, q: torch.Tensor, records: torch.Tensor, valid: torch.Tensor, rule: reference.Selection | None):
+    """(reference.Attended, what cpu.attend returns) for the same records; ours finds NaN in pages that are not valid."""
+    query = reference.quantize_query(q, signs("K", pages.dim))
+    low = [bits - scan_bits for bits, scan_bits in pages.depth.values()]
+    wanted = reference.attend(query, pages.load(records, "K"), pages.load(records, "V"), valid, *low, NOISE, rule)
+    refinement = cpu.Refinement(
+        rule is not None, *((rule.group, rule.min_tokens, rule.value) if rule else (0, 0, 0.0)), *pages.noise()
+    )
+    poisoned = torch.where(valid[:, :, None, None], records, 255)
+    return wanted, cpu.attend(pages.layout, cpu.quantize_query(q, signs("K", pages.dim)), poisoned, valid, refinement)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
