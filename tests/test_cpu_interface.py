@@ -122,3 +122,9 @@ def test_where_there_is_a_compiler_the_kernels_are_built():
     """Their tests skip without a library; a build that fails must not pass unseen."""
     if shutil.which("g++") or shutil.which("c++"):
         assert cpu.load() is not None, cpu.reason()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="without a compiler there are no kernels")
+def test_where_there_is_a_compiler_there_are_kernels():
+    """Tests of the kernels are skipped without them; this one is not."""
+    assert cpu.load() is not None, cpu.reason()
